@@ -62,6 +62,7 @@ class DeviceRows:
         num_steps: speculation steps of the schedule.
         stop_step: the first step that is not needed; no row is read ahead beyond it.
         key_reach: `DrafterConfig.key_reach`, for the schedule.
+        chunk_rows: of the schedule; with it the hidden states stay where they are.
         flops_of: returns the FLOPs of a row on the CPU; by default they are not counted.
         executor: runs what is done in the background; by default one thread.
     """
@@ -75,6 +76,7 @@ class DeviceRows:
         dtype: torch.dtype,
         stop_step: int,
         key_reach: int | None = None,
+        chunk_rows: int | None = None,
         flops_of: Callable[[PackedBatch], int] | None = None,
         executor: Executor | None = None,
     ) -> None:
@@ -84,6 +86,7 @@ class DeviceRows:
         self._num_steps = num_steps
         self._device, self._dtype, self._flops_of = device, dtype, flops_of
         self._key_reach = key_reach
+        self._chunk_rows = chunk_rows
         self._batches: list[PackedBatch] = []
         self._counts = RowCounts(0, 0)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -135,8 +138,8 @@ class DeviceRows:
         return self._batches[index]
 
     def _scheduled(self, batch: PackedBatch) -> _Copied:
-        schedule = schedule_batch(batch, self._num_steps, self._device, self._key_reach)
-        row = DeviceRow(batch.to(self._device, self._dtype), schedule)
+        schedule = schedule_batch(batch, self._num_steps, self._device, self._key_reach, self._chunk_rows)
+        row = DeviceRow(batch.to(self._device, self._dtype, states=self._chunk_rows is None), schedule)
         return _Copied(row, self._counts, len(self._batches), None)
 
     def _copy(self, step: int, index: int, used: torch.cuda.Event | None) -> _Copied:

@@ -22,7 +22,6 @@ class StepCounts:
 
     keys: int  # rows with a step-0 key and value
     rows: tuple[int, ...]  # rolled-out rows by speculation step; the head reads the same rows
-    tokens: int  # tokens whose embedding some row reads
     causal_pairs: int  # visible (row, step-0 key) pairs over all steps
     teachers: int  # positions of the target's distribution
 
@@ -73,8 +72,6 @@ def count_step(batch: PackedBatch, num_steps: int, config: DrafterConfig | None 
     is_teacher = torch.zeros(num_tokens, dtype=torch.bool)
     for step in range(min(num_steps, num_tokens - 1)):
         is_teacher[1 + step :] |= supervised[: num_tokens - 1 - step, step]
-    is_read = is_teacher.clone()
-    is_read[(keys + 1).clamp(max=num_tokens - 1)] = True
     window = config.sliding_window if config else None
     windows = [context_window(window, step) for step in range(num_steps)]
     pairs = [
@@ -84,7 +81,6 @@ def count_step(batch: PackedBatch, num_steps: int, config: DrafterConfig | None 
     return StepCounts(
         keys=len(keys),
         rows=tuple(supervised.sum(0).tolist()),
-        tokens=int(is_read.sum()),
         causal_pairs=int(sum(pairs)),
         teachers=int(is_teacher.sum()),
     )
@@ -120,7 +116,6 @@ def typical_counts(
     return StepCounts(
         keys=round(documents * keys),
         rows=tuple(round(documents * rows) for rows in step_rows),
-        tokens=round(documents * keys),
         causal_pairs=round(documents * pairs),
         teachers=round(documents * step_rows[0]),
     )
@@ -141,8 +136,8 @@ def step_flops(
     A trained matrix costs its product three times: forward, gradient of the input, gradient of the weight. A
     frozen head does not need the last one. The teacher has no backward; it is computed over the draft
     vocabulary, as in a step without metrics, or over the target's. The embedding's half of the query, key and
-    value projections is computed once per token, however many steps read it. Layers before the last compute
-    every key row at step 0.
+    value projections is computed once per token, however many steps read it, and once more for the keys of
+    step 0. Layers before the last compute every key row at step 0.
 
     Args:
         full_vocabulary: `Loss.needs_full_vocabulary`. The few teachers that two chunks of chains both
@@ -194,10 +189,10 @@ def sample_flops(config: DrafterConfig, num_steps: int, supervision: Tensor, hea
         supervision = torch.stack(
             (keys, positions, torch.minimum(pairs, positions * config.sliding_window)), dim=1
         )
-    none = StepCounts(keys=0, rows=(0,) * num_steps, tokens=0, causal_pairs=0, teachers=0)
+    none = StepCounts(keys=0, rows=(0,) * num_steps, causal_pairs=0, teachers=0)
     # FLOPs are linear in the counts.
     of_each = (
-        replace(none, keys=1, tokens=1),
+        replace(none, keys=1),
         replace(none, rows=(1,) * num_steps, teachers=1),
         replace(none, causal_pairs=num_steps),
     )
@@ -211,8 +206,8 @@ def _projections(
     """Return the FLOPs of q, k, v and o of one layer with queries at `computed` (row, step) pairs."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     keys = counts.keys + counts.rolled_out - counts.rows[0]
-    tokens = counts.tokens if reads_embedding else 0
-    query_tokens = 0 if not reads_embedding else counts.teachers if last else counts.tokens
+    tokens = counts.keys + counts.teachers if reads_embedding else 0
+    query_tokens = 0 if not reads_embedding else counts.teachers if last else tokens
     of = config.attention.projections(config)
     first = (tokens + keys) * hidden * of.key_width + (query_tokens + computed) * hidden * of.query_width
     second = keys * of.key_products + computed * of.query_products

@@ -4,9 +4,10 @@ The formula counts tensors, as PyTorch's allocator does. It leaves out the works
 fragmentation.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eagle31.cost.flops import StepCounts
+from eagle31.kernels.tiled_attention import TILE
 from eagle31.model.config import DrafterConfig
 from eagle31.training.fused_loss import PRODUCT_ELEMENTS
 from eagle31.training.step import chunk_positions
@@ -18,7 +19,10 @@ _WIDE = 4  # float32
 class StepMemory:
     """Bytes by part, each at the part's peak."""
 
-    batch: int  # the packed row's hidden states; on a GPU those of the next row too, copied meanwhile
+    # The packed row's hidden states; on a GPU those of the next row too, copied meanwhile. With chunks they
+    # stay in the CPU's memory.
+    batch: int
+    prefill: int  # of chunks: state, keys and values of the whole row, and their gradients
     activations: int  # the rollout's, kept for the backward pass
     state_gradients: int  # gradients of the head's inputs, made by the loss
     head_gradient: int  # accumulated in float32, if the head is trained
@@ -38,7 +42,7 @@ class StepMemory:
             self.head_gradient + self.cast_gradient,
             passed_on + self.backward,
         )
-        return self.batch + self.activations + self.state_gradients + largest
+        return self.batch + self.prefill + self.activations + self.state_gradients + largest
 
 
 def step_memory(
@@ -48,7 +52,7 @@ def step_memory(
     row_tokens: int,
     itemsize: int,
     head_trained: bool,
-    activation_checkpointing: bool,
+    rollout_chunk: int | None,
     device: str,
     with_metrics: bool = True,
 ) -> StepMemory:
@@ -56,6 +60,7 @@ def step_memory(
 
     Args:
         itemsize: bytes of the training dtype.
+        rollout_chunk: rows that are rolled out at a time; None for all.
         device: "cpu" or "cuda", which have different chunks of the loss.
         with_metrics: as on logging steps, which need the target's full vocabulary.
     """
@@ -65,28 +70,33 @@ def step_memory(
     num_rows = 2 if device == "cuda" else 1
     product = min(head, PRODUCT_ELEMENTS) * itemsize if head_trained and narrow else 0
     step = _Step(config, itemsize)
-    first, rolled_out = counts.rows[0], counts.rolled_out
-    later = rolled_out - first
-    fused = step.fusion(counts.keys)
-    shared = step.shared_products(counts)
-    if activation_checkpointing:
-        kept = step.checkpointed(counts.keys, first, later) + shared
-        recomputed = max(
-            fused + step.keys(counts.keys) + step.rows(first), step.keys(first) + step.rows(first)
-        )
+    prefill = 0
+    in_chunks = rollout_chunk is not None
+    if rollout_chunk is not None:
+        prefill = step.prefill(counts.keys)
+        if device == "cuda":
+            num_rows = 0
+        else:
+            prefill += counts.keys * TILE * itemsize  # the attention's mask
+        rows = tuple(min(rollout_chunk, rows) for rows in counts.rows)
+        counts = replace(counts, rows=rows, teachers=min(counts.teachers, rollout_chunk + len(rows) - 1))
+    rolled_out, layers = counts.rolled_out, config.num_hidden_layers
+    later = rolled_out - counts.rows[0]
+    if in_chunks and layers == 1:
+        kept = step.keys(later) + step.rows(rolled_out) + 2 * counts.teachers * hidden * itemsize
     else:
-        layers = config.num_hidden_layers
-        kept = fused + shared + step.keys(counts.keys + later) * layers + step.rows(rolled_out)
+        kept = step.fusion(counts.keys) + step.shared_products(counts)
+        kept += step.keys(counts.keys + later) * layers + step.rows(rolled_out)
         kept += (layers - 1) * step.rows(counts.keys + later)
-        recomputed = 0
     return StepMemory(
         batch=row_tokens * (num_aux + 1) * config.target_hidden_size * itemsize * num_rows,
+        prefill=prefill,
         activations=kept,
         state_gradients=rolled_out * hidden * itemsize,
         head_gradient=head * _WIDE if head_trained else 0,
         cast_gradient=head * itemsize if head_trained and narrow else 0,
         loss_chunk=_loss_chunk(config, counts, itemsize, device, with_metrics) + product,
-        backward=recomputed + step.backward(counts),
+        backward=step.backward(counts, device, in_chunks),
     )
 
 
@@ -112,7 +122,7 @@ class _Step:
 
     def shared_products(self, counts: StepCounts) -> int:
         """Return the bytes of the embeddings and their norm, which the queries select once more."""
-        return (2 * counts.tokens + counts.teachers) * self.config.hidden_size * self.itemsize
+        return 2 * (counts.keys + counts.teachers) * self.config.hidden_size * self.itemsize
 
     def keys(self, rows: int) -> int:
         """Return the bytes of the normed state, its keys and values, and RoPE's tables."""
@@ -130,15 +140,12 @@ class _Step:
         width += self.config.attention.projections(self.config).query_kept
         return rows * (width * self.itemsize + heads * _WIDE)
 
-    def checkpointed(self, keys: int, first: int, later: int) -> int:
-        """Return the bytes that pass between steps: keys, values, the layer's output, its norm, the state."""
-        layers = self.config.num_hidden_layers
-        passed = (keys + later) * self.key_value_width * layers + (
-            3 * first + 3 * later
-        ) * self.config.hidden_size
-        return passed * self.itemsize
+    def prefill(self, keys: int) -> int:
+        """Return the bytes of the state, keys and values of a whole row, and of their gradients."""
+        width = self.key_value_width * self.config.num_hidden_layers
+        return keys * (2 * self.config.hidden_size * self.itemsize + width * (self.itemsize + _WIDE))
 
-    def backward(self, counts: StepCounts) -> int:
+    def backward(self, counts: StepCounts, device: str, in_chunks: bool) -> int:
         """Return the bytes of the larger of MLP's and attention's gradients, at the first step."""
         rows, hidden = counts.rows[0], self.config.hidden_size
         mlp = 3 * self.config.intermediate_size
@@ -146,7 +153,12 @@ class _Step:
         later_steps = len(counts.rows) - 1
         # The rollout terms are computed in float32, whatever the training dtype.
         attention = 3 * query * self.itemsize + (4 * query + later_steps * self.key_value_width) * _WIDE
-        keys = 2 * counts.keys * self.key_value_width * self.itemsize
+        # The sums over steps and one step's gradients; `prefill` has the sums of chunks.
+        keys = (1 if in_chunks else 2) * counts.keys * self.key_value_width * self.itemsize
+        if device == "cpu" and self.config.value_width < self.config.head_dim:
+            # Matrix products of a tile: the keys in another order, and four matrices of scores.
+            scores = 4 * self.config.num_attention_heads * TILE * _WIDE
+            keys += counts.keys * (self.key_value_width * self.itemsize + scores)
         return rows * (max(mlp * self.itemsize, attention) + 2 * hidden * self.itemsize) + keys
 
 

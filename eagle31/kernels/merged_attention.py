@@ -31,9 +31,19 @@ class CausalBlock(Protocol):
         """
 
     def backward(
-        self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, keys and values; output and lse may be merged with other terms."""
+        self,
+        grad: Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        sums: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Return the query's gradient, and add those of keys and values to `sums`.
+
+        Output and lse may be merged with other terms.
+        """
 
 
 class NoContext:
@@ -49,9 +59,16 @@ class NoContext:
         return output, query.new_full(query.shape[:2], float("-inf"), dtype=widened(query.dtype))
 
     def backward(
-        self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.zeros_like(query), torch.zeros_like(keys), torch.zeros_like(values)
+        self,
+        grad: Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        sums: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        return torch.zeros_like(query)
 
 
 class _MergedAttention(torch.autograd.Function):
@@ -59,7 +76,11 @@ class _MergedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, block: CausalBlock, row_indices: Sequence[Tensor | None], *tensors: Tensor
+        ctx: Any,
+        block: CausalBlock,
+        row_indices: Sequence[Tensor | None],
+        sums: tuple[Tensor, Tensor] | None,
+        *tensors: Tensor,
     ) -> Tensor:
         query, keys, values, *rollout = tensors
         num_steps = len(rollout) // 2
@@ -67,7 +88,7 @@ class _MergedAttention(torch.autograd.Function):
         output, lse = block.forward(query, keys, values)
         if num_steps:
             output, lse = _merge(output, lse, query, rollout[:num_steps], rollout[num_steps:], block.scale)
-        ctx.block, ctx.row_indices = block, row_indices
+        ctx.block, ctx.row_indices, ctx.sums = block, row_indices, sums
         ctx.save_for_backward(output, lse, *tensors)
         return output
 
@@ -76,7 +97,9 @@ class _MergedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         output, lse, query, keys, values, *rollout = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_query, grad_keys, grad_values = ctx.block.backward(grad, query, keys, values, output, lse)
+        sums = ctx.sums or tuple(torch.zeros_like(x, dtype=widened(x.dtype)) for x in (keys, values))
+        grad_query = ctx.block.backward(grad, query, keys, values, output, lse, sums)
+        of_keys = (None, None) if ctx.sums else (x.to(keys.dtype) for x in sums)
         num_steps = len(rollout) // 2
         gradients: list[Tensor] = []
         if num_steps:
@@ -94,7 +117,7 @@ class _MergedAttention(torch.autograd.Function):
             gradients = [
                 _scatter(x, ctx.row_indices[i % num_steps], rollout[i]) for i, x in enumerate(gradients)
             ]
-        return None, None, grad_query, grad_keys, grad_values, *gradients
+        return None, None, None, grad_query, *of_keys, *gradients
 
 
 def merged_attention(
@@ -105,6 +128,7 @@ def merged_attention(
     rollout_keys: Sequence[Tensor],
     rollout_values: Sequence[Tensor],
     row_indices: Sequence[Tensor | None],
+    sums: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attend to the step-0 keys that the block makes visible and to each row's rollout keys of steps 1..k.
 
@@ -115,11 +139,15 @@ def merged_attention(
         rollout_keys, rollout_values: k tensors [R_i, Hkv, D] and [R_i, Hkv, Dv] of steps 1..k.
         row_indices: for each of the k steps int64 [R], the queries' rows within that step's rows; None where
             they are the same rows.
+        sums: float32 or wider, in the shapes of keys and values: the backward pass adds their gradients here
+            instead of returning them.
 
     Returns:
         [R, Hq, Dv] in the query's dtype; the softmax is float32 or wider.
     """
-    return _MergedAttention.apply(block, row_indices, query, keys, values, *rollout_keys, *rollout_values)
+    return _MergedAttention.apply(
+        block, row_indices, sums, query, keys, values, *rollout_keys, *rollout_values
+    )
 
 
 def _select(x: Tensor, index: Tensor | None) -> Tensor:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eagle31.kernels.elementwise import widened
 from eagle31.kernels.query_run import QueryRun
 from eagle31.kernels.transfer import to_device
 
@@ -107,10 +106,17 @@ class PackedBlock:
         return (output, lse) if self.row_index is None else (output[self.row_index], lse[self.row_index])
 
     def backward(
-        self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        grad: Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        sums: tuple[Tensor, Tensor],
+    ) -> Tensor:
         if not self.num_rows:
-            return torch.zeros_like(query), torch.zeros_like(keys), torch.zeros_like(values)
+            return torch.zeros_like(query)
         width = padded_head_dim(query.shape[-1])
         spread, grad, output = (_widen(self._spread(x), width) for x in (query, grad, output))
         wide_keys, wide_values = _widen(keys.contiguous(), width), _widen(values.contiguous(), width)
@@ -118,8 +124,9 @@ class PackedBlock:
         # Only dropout would read the kernel's random state.
         random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
         unused = torch.zeros((), dtype=torch.uint64, device=query.device)
-        parts = [
-            kernels._flash_attention_backward(
+        parts = []
+        for call in self.calls:
+            part, *of_keys = kernels._flash_attention_backward(
                 grad[call.queries],
                 spread[call.queries],
                 wide_keys[call.keys],
@@ -136,12 +143,11 @@ class PackedBlock:
                 scale=self.scale,
                 **self.window,
             )
-            for call in self.calls
-        ]
-        grad_query = _joined([part[0] for part in parts])[..., : query.shape[-1]]
-        if self.row_index is not None:
-            grad_query = grad_query[self.row_index]
-        return grad_query, self._sum(parts, 1, keys), self._sum(parts, 2, values)
+            parts.append(part)
+            for total, found in zip(sums, of_keys, strict=True):
+                total[call.keys] += found[..., : total.shape[-1]]
+        grad_query = _joined(parts)[..., : query.shape[-1]]
+        return grad_query if self.row_index is None else grad_query[self.row_index]
 
     def _spread(self, x: Tensor) -> Tensor:
         """Place this step's rows among those that the kernel computes, with zeros elsewhere.
@@ -151,16 +157,6 @@ class PackedBlock:
         if self.row_index is None:
             return x.contiguous()
         return x.new_zeros(self.num_rows, *x.shape[1:]).index_copy_(0, self.row_index, x)
-
-    def _sum(self, parts: Sequence[tuple[Tensor, ...]], which: int, like: Tensor) -> Tensor:
-        """Add up the calls' gradients of keys or values, in float32 where there are several."""
-        width = like.shape[-1]
-        if len(parts) == 1:
-            return parts[0][which][..., :width]
-        total = torch.zeros_like(like, dtype=widened(like.dtype))
-        for call, part in zip(self.calls, parts, strict=True):
-            total[call.keys] += part[which][..., :width]
-        return total.to(like.dtype)
 
 
 def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:

@@ -141,10 +141,17 @@ class TiledBlock:
         return output, lse
 
     def backward(
-        self, grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = torch.empty_like(query), torch.zeros_like(keys), torch.zeros_like(values)
-        grad_query, grad_keys, grad_values = (_heads_first(x) for x in grads)
+        self,
+        grad: Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        sums: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        found = torch.empty_like(query)
+        grad_query, grad_keys, grad_values = (_heads_first(x) for x in (found, *sums))
         grad, query, output = _heads_first(grad), _heads_first(query), _heads_first(output)
         keys, values, lse = _heads_first(keys), _heads_first(values), lse.t().unsqueeze(0)
         for rows, seen, mask in self.tiles:
@@ -160,7 +167,7 @@ class TiledBlock:
             grad_query[:, :, rows] = dq
             grad_keys[:, :, seen] += dk
             grad_values[:, :, seen] += dv
-        return grads
+        return found
 
 
 def _heads_first(x: Tensor) -> Tensor:

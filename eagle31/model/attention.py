@@ -155,15 +155,16 @@ class LayerKeys:
     rollout_values: tuple[Tensor, ...] = ()  # [R_i, Hkv, Dv]
     # int64 [R], the current rows within the rows of each of these steps; None where they are the same rows.
     row_indices: tuple[Tensor | None, ...] = ()
+    # Where the backward pass adds the gradients of step 0's keys and values; None: it returns them.
+    sums: tuple[Tensor, Tensor] | None = None
 
     def with_step(self, keys: Tensor, values: Tensor) -> "LayerKeys":
         """Return these and the keys and values of one more step, at the current rows."""
-        return LayerKeys(
-            self.keys,
-            self.values,
-            (*self.rollout_keys, keys),
-            (*self.rollout_values, values),
-            (*self.row_indices, None),
+        return replace(
+            self,
+            rollout_keys=(*self.rollout_keys, keys),
+            rollout_values=(*self.rollout_values, values),
+            row_indices=(*self.row_indices, None),
         )
 
     def for_rows(self, index: Tensor) -> "LayerKeys":

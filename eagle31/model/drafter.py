@@ -18,8 +18,8 @@ from eagle31.model.rope import Rotary
 class Drafter(nn.Module):
     """Fusion, decoder layers, final norm, and the draft head unless it is frozen and kept outside.
 
-    Training and its plain reference run `first_step` and `next_step`; decoding runs the same layers over a
-    cache. What differs is passed in:
+    Training and its plain reference run `prefill`, `first_step` and `next_step`; decoding runs the same
+    layers over a cache. What differs is passed in:
 
     - `tokens`: embeddings, or their products with the first layer's projections. A training step reads each
       token at up to K steps and computes its products once; decoding reads it once, and one product of the
@@ -60,45 +60,51 @@ class Drafter(nn.Module):
         """Project the aux hidden states after their norms. [T, A, Ht] -> [T, H]."""
         return self.fc(self.norm_captured(aux_hidden_states).flatten(1))
 
-    def first_step(
-        self,
-        fused: Tensor,
-        tokens: Tensor | LayerTokens,
-        position_ids: Tensor,
-        query_index: Tensor,
-        attend_rows: Attend,
-        attend_queries: Attend,
+    def prefill(
+        self, fused: Tensor, tokens: Tensor | LayerTokens, position_ids: Tensor, attend: Attend
     ) -> tuple[Tensor, list[LayerKeys]]:
-        """Run step 0: keys and values of every row, and the output of the queries alone.
+        """Compute what drafts read of the captured rows.
 
         In the last layer a row that is not rolled out needs only its key and value. Layers before the last
         feed its keys, so they compute every row.
 
         Args:
-            fused: [N, H], fused states of the new rows.
+            fused: [N, H], fused states of the rows.
             tokens: the token that follows each row, as embeddings [N, H] or as products.
             position_ids: int64 [N], RoPE positions.
-            query_index: int64 [R], the rows to roll out, indices into the new rows.
-            attend_rows: attention of all new rows, for layers before the last.
-            attend_queries: attention of the rows to roll out.
+            attend: attention of all rows, for layers before the last.
 
         Returns:
-            The decoder's output before the final norm [R, H], and each layer's step-0 keys and values.
+            The state that enters the last layer [N, H], and each layer's step-0 keys and values.
         """
         rotation = self.rotary(position_ids)
+        *before, last = self.decoder_layers
         state, keys = fused, []
-        for index, layer in enumerate(self.decoder_layers):
-            last = index == len(self.layers) - 1
-            state, layer_keys = layer.step(
-                state,
-                tokens,
-                rotation,
-                LayerKeys,
-                attend_queries if last else attend_rows,
-                query_index if last else None,
-            )
+        for layer in before:
+            state, layer_keys = layer.step(state, tokens, rotation, LayerKeys, attend)
             keys.append(layer_keys)
-        return state, keys
+        return state, [*keys, last.key_value(state, tokens, rotation)]
+
+    def first_step(
+        self,
+        state: Tensor,
+        tokens: Tensor | LayerTokens,
+        position_ids: Tensor,
+        attend: Attend,
+        keys: list[LayerKeys],
+    ) -> Tensor:
+        """Run step 0 of the rows to roll out: the last layer, whose keys `prefill` has.
+
+        Args:
+            state: [R, H], of `prefill`.
+            tokens: the token that follows each row, as embeddings [R, H] or as products.
+            position_ids: int64 [R], RoPE positions.
+            keys: those of `prefill`.
+
+        Returns:
+            The decoder's output before the final norm [R, H].
+        """
+        return self.decoder_layers[-1].output(state, tokens, self.rotary(position_ids), attend, keys[-1])
 
     def next_step(
         self,

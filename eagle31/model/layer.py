@@ -57,7 +57,7 @@ class DrafterLayer(nn.Module):
         rotation: tuple[Tensor, Tensor],
         add_keys: Callable[[Tensor, Tensor], LayerKeys],
         attend: Attend,
-        query_index: Tensor | slice | None = None,
+        query_index: slice | None = None,
     ) -> tuple[Tensor, LayerKeys]:
         """Compute keys and values at every row, and the layer's output at the rows of `query_index`.
 
@@ -68,7 +68,7 @@ class DrafterLayer(nn.Module):
             tokens: embeddings [N, H], or their products; only the first layer reads them.
             rotation: RoPE's cos and sin, float32 [N, D] each.
             add_keys: takes this step's keys and values, and returns those that the queries read.
-            query_index: int64 [R] or a slice, into the N rows; None computes the output at all of them.
+            query_index: the rows whose output is computed; None for all of them.
 
         Returns:
             The output [R, H], and what `add_keys` returned.
@@ -78,9 +78,39 @@ class DrafterLayer(nn.Module):
         keys = add_keys(*self.self_attn.key_value(x, cos, sin, projections.key_value))
         if query_index is not None:
             x, residual, cos, sin = x[query_index], residual[query_index], cos[query_index], sin[query_index]
-        attended = attend(self.self_attn.query(x, cos, sin, projections.query), keys)
+        return self._output(x, residual, (cos, sin), projections, attend, keys), keys
+
+    def key_value(
+        self, state: Tensor, tokens: Tensor | LayerTokens, rotation: tuple[Tensor, Tensor]
+    ) -> LayerKeys:
+        """Compute the keys and values alone; the arguments are those of `step`."""
+        x, _, projections = self._attention_input(state, tokens)
+        return LayerKeys(*self.self_attn.key_value(x, *rotation, projections.key_value))
+
+    def output(
+        self,
+        state: Tensor,
+        tokens: Tensor | LayerTokens,
+        rotation: tuple[Tensor, Tensor],
+        attend: Attend,
+        keys: LayerKeys,
+    ) -> Tensor:
+        """Compute the output [N, H] of rows whose keys are known; the arguments are those of `step`."""
+        x, residual, projections = self._attention_input(state, tokens)
+        return self._output(x, residual, rotation, projections, attend, keys)
+
+    def _output(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        projections: LayerTokens,
+        attend: Attend,
+        keys: LayerKeys,
+    ) -> Tensor:
+        attended = attend(self.self_attn.query(x, *rotation, projections.query), keys)
         hidden = residual + self.self_attn.output(attended)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden)), keys
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
     def _attention_input(
         self, state: Tensor, tokens: Tensor | LayerTokens

@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+STATES = ("aux_hidden_states", "final_hidden_states")
+
 
 @dataclass(frozen=True)
 class PackedBatch:
@@ -20,13 +22,36 @@ class PackedBatch:
     aux_hidden_states: Tensor  # target dtype [T, A, Ht]
     final_hidden_states: Tensor  # target dtype [T, Ht], the last layer's output before the final norm
 
-    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> "PackedBatch":
-        """Return the batch on `device`, with hidden states cast to `dtype` when it is given."""
-        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
-        if dtype is not None:
-            moved["aux_hidden_states"] = moved["aux_hidden_states"].to(dtype)
-            moved["final_hidden_states"] = moved["final_hidden_states"].to(dtype)
+    def to(
+        self, device: torch.device, dtype: torch.dtype | None = None, *, states: bool = True
+    ) -> "PackedBatch":
+        """Return the batch on `device`, with hidden states cast to `dtype` when it is given.
+
+        Args:
+            states: False leaves the hidden states where they are, for `captured_rows`.
+        """
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, value in moved.items():
+            if states or name not in STATES:
+                moved[name] = value.to(device, non_blocking=True)
+            if states and name in STATES and dtype is not None:
+                moved[name] = moved[name].to(dtype)
         return PackedBatch(**moved)
+
+
+def captured_rows(states: Tensor, rows: Tensor, host_rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return hidden states at some rows, on the rows' device; states that are on the CPU are copied there.
+
+    Args:
+        states: [T, ...].
+        rows: int64 [n].
+        host_rows: the same on the CPU.
+    """
+    if states.device == rows.device:
+        return states[rows].to(dtype)
+    pinned = torch.empty(len(rows), *states.shape[1:], dtype=states.dtype, pin_memory=True)
+    torch.index_select(states, 0, host_rows, out=pinned)
+    return pinned.to(rows.device, non_blocking=True).to(dtype)
 
 
 def supervised_drafts(loss_mask: Tensor, document_ids: Tensor, num_steps: int) -> Tensor:

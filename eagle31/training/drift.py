@@ -107,9 +107,6 @@ class Drift:
 def measure_drift(drafter: Drafter, frozen: FrozenParts, chosen: DriftRows, batch: PackedBatch) -> Drift:
     """Measure drift. The host waits for the device once, at the end.
 
-    Every weight is read by calling its module, the same number of times for the same rows, because all ranks
-    gather sharded weights together.
-
     Args:
         batch: the batch of `chosen`, on the drafter's device and in its dtype.
     """

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from eagle31.kernels.elementwise import widened
 from eagle31.training.objectives import Loss, Teacher, loss_with_gradient
-from eagle31.training.schedule import RolloutSchedule
+from eagle31.training.schedule import ChunkSchedule
 
 # Logits of a block on the CPU: few enough for its caches, and enough that waking other threads costs little
 # of each operation.
@@ -34,8 +34,8 @@ PRODUCT_ELEMENTS = 2**25
 class _Loss:
     """What the loss depends on, apart from the draft head and the states."""
 
-    teacher: Callable[[Tensor], Teacher]
-    schedule: RolloutSchedule
+    teacher: Callable[[slice], Teacher]
+    schedule: ChunkSchedule
     objective: Loss
     step_weights: tuple[float, ...]
     chunk_size: int  # teacher positions
@@ -76,8 +76,8 @@ class _OnePass(torch.autograd.Function):
 def one_pass_loss(
     states: Sequence[Tensor],
     weight: Tensor,
-    teacher: Callable[[Tensor], Teacher],
-    schedule: RolloutSchedule,
+    teacher: Callable[[slice], Teacher],
+    schedule: ChunkSchedule,
     objective: Loss,
     step_weights: Sequence[float],
     chunk_rows: int,
@@ -87,7 +87,7 @@ def one_pass_loss(
     Args:
         states: the head's input, [R_k, H] for each step's rows.
         weight: [Vd, H], the draft head.
-        teacher: returns the target's distributions at rows int64 [n].
+        teacher: returns the target's distributions at some of the schedule's teacher rows.
         step_weights: of each step's losses.
         chunk_rows: rows of logits held at once, over all steps.
 
@@ -134,7 +134,7 @@ def _run(
     return total.to(wide), sums, grad_weight, grad_states
 
 
-def _chunks(schedule: RolloutSchedule, chunk_size: int) -> Iterator[_Chunk]:
+def _chunks(schedule: ChunkSchedule, chunk_size: int) -> Iterator[_Chunk]:
     num_positions = len(schedule.teacher_rows)
     edges = torch.arange(0, num_positions + chunk_size, chunk_size)
     bounds = [torch.searchsorted(step.teacher_index_host, edges).tolist() for step in schedule.steps]
@@ -144,17 +144,17 @@ def _chunks(schedule: RolloutSchedule, chunk_size: int) -> Iterator[_Chunk]:
 
 def _differentiate(loss: _Loss, logits: Tensor, chunk: _Chunk, sums: Tensor) -> None:
     """Turn the logits of a chunk into their gradients, without the steps' weights, and add to the sums."""
-    teacher_rows = loss.schedule.teacher_rows[chunk.first : chunk.first + loss.chunk_size]
-    teacher = loss.teacher(teacher_rows)
+    num_positions = min(loss.chunk_size, len(loss.schedule.teacher_rows) - chunk.first)
+    teacher = loss.teacher(slice(chunk.first, chunk.first + num_positions))
     entropy = teacher.entropy() if loss.objective.needs_full_vocabulary else None
     on_gpu = logits.device.type == "cuda"
-    block_rows = len(teacher_rows) if on_gpu else max(1, BLOCK_LOGITS // logits.shape[1])
+    block_rows = num_positions if on_gpu else max(1, BLOCK_LOGITS // logits.shape[1])
     scratch = logits.new_empty(min(block_rows, len(logits)), logits.shape[1], dtype=teacher.probs.dtype)
     of_steps = logits.split([piece.stop - piece.start for piece in chunk.rows])
     for step, (piece, of_step) in enumerate(zip(chunk.rows, of_steps, strict=True)):
         # Where a step has a row for every position of the chunk, slices save copies of the teacher.
         index = None
-        if len(of_step) < len(teacher_rows):
+        if len(of_step) < num_positions:
             index = loss.schedule.steps[step].teacher_index[piece] - chunk.first
         for start in range(0, len(of_step), block_rows):
             stop = min(start + block_rows, len(of_step))

@@ -35,14 +35,10 @@ def reference_rollout(
     last = batch.input_ids.shape[0] - 1
     next_ids = torch.cat((batch.input_ids[1:], batch.input_ids[-1:]))
     attend_rows, attend = attention or _plain_attention(drafter, batch, rows)
-    output, keys = drafter.first_step(
-        drafter.fuse(batch.aux_hidden_states),
-        F.embedding(next_ids, embed_tokens),
-        batch.position_ids,
-        rows,
-        attend_rows,
-        attend,
-    )
+    embeds = F.embedding(next_ids, embed_tokens)
+    fused = drafter.fuse(batch.aux_hidden_states)
+    state, keys = drafter.prefill(fused, embeds, batch.position_ids, attend_rows)
+    output = drafter.first_step(state[rows], embeds[rows], batch.position_ids[rows], attend, keys)
     state = output
     for step in range(num_steps):
         if step:

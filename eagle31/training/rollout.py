@@ -1,13 +1,11 @@
 """Recursive rollouts for training: tokens are teacher-forced, hidden states recurse."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from eagle31.kernels.merged_attention import CausalBlock, NoContext, merged_attention
 from eagle31.kernels.packed_attention import PackedBlock, flash_obstacle, warn_once
@@ -18,8 +16,15 @@ from eagle31.model.attention import Attend, LayerKeys
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.layer import LayerTokens
-from eagle31.training.batch import PackedBatch
-from eagle31.training.schedule import RolloutSchedule, StepSchedule, schedule_rollout
+from eagle31.training.batch import PackedBatch, captured_rows
+from eagle31.training.schedule import ChunkSchedule, RolloutSchedule, schedule_rollout
+
+
+class Prefill(NamedTuple):
+    """What drafts read of the captured states at S key rows."""
+
+    state: Tensor  # [S, H], enters the last layer
+    keys: list[LayerKeys]  # of step 0, for each layer
 
 
 def rollout(
@@ -41,99 +46,106 @@ def rollout(
 
 
 def scheduled_rollout(
+    drafter: Drafter, embed_tokens: Tensor, batch: PackedBatch, schedule: RolloutSchedule
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Roll the rows of a schedule of one chunk out; see `chunk_rollout`."""
+    (chunk,) = schedule.chunks
+    state, keys = prefill(drafter, embed_tokens, batch, schedule)
+    yield from chunk_rollout(
+        drafter, embed_tokens, batch, chunk, state[chunk.query_index], keys, schedule.longest_document
+    )
+
+
+def prefill(
     drafter: Drafter,
     embed_tokens: Tensor,
     batch: PackedBatch,
     schedule: RolloutSchedule,
-    activation_checkpointing: bool = False,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Roll the scheduled rows out.
+    part: slice = slice(None),
+) -> Prefill:
+    """Compute what drafts read of the captured states.
 
-    At step k, row t has the embedding of x[t+1+k] and RoPE position t+k, and predicts x[t+2+k]. Every step
-    calls every module, even when it has no rows, because all ranks gather sharded weights together.
+    Args:
+        part: of the key rows. In a drafter of one layer each row is computed by itself; others need all rows.
+    """
+    rows = schedule.key_rows[part]
+    # After the last token, where no step is supervised, the token is arbitrary.
+    next_ids = batch.input_ids[(rows + 1).clamp(max=len(batch.input_ids) - 1)]
+    captured = captured_rows(batch.aux_hidden_states, rows, schedule.key_rows_host[part], embed_tokens.dtype)
+    attend: Attend = _no_attention
+    if len(drafter.layers) > 1:
+        attend = _attend(key_block(schedule, drafter.config, embed_tokens), drafter.config.sliding_window)
+    tokens = F.embedding(next_ids, embed_tokens)
+    return Prefill(*drafter.prefill(drafter.fuse(captured), tokens, batch.position_ids[rows], attend))
+
+
+def chunk_rollout(
+    drafter: Drafter,
+    embed_tokens: Tensor,
+    batch: PackedBatch,
+    chunk: ChunkSchedule,
+    state: Tensor,
+    keys: list[LayerKeys],
+    longest_document: int,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Roll the rows of a chunk out.
+
+    At step k, row t has the embedding of x[t+1+k] and RoPE position t+k, and predicts x[t+2+k]. A step
+    without rows runs too, so that every weight has a gradient.
+
+    Args:
+        state: [R, H], of `prefill` at the chunk's rows.
+        keys: those of `prefill`, at all key rows.
+        longest_document: `RolloutSchedule.longest_document`.
 
     Yields:
         For each step the post-norm state that the head reads [R_k, H], and the state fed back [R_k, H].
 
     Source: EAGLE-3 (arXiv 2503.01840) training-time test; arXiv 2605.09992 for the post-norm feedback.
     """
-    document_block, blocks = causal_blocks(schedule, drafter.config, embed_tokens)
-    # Nothing is random, so no state of a generator is kept.
-    checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    run = checkpointed if activation_checkpointing else _call
-    attend = partial(_attend, window=drafter.config.sliding_window)
-    products = _token_products(drafter, embed_tokens, batch, schedule)
-    output, keys = run(
-        _first_step,
-        drafter,
-        products.of_first_step(schedule),
-        batch,
-        schedule,
-        attend(document_block),
-        attend(blocks[0]),
-    )
-    state = output
-    for step, (scheduled, block) in enumerate(zip(schedule.steps, blocks, strict=True)):
+    blocks = step_blocks(chunk, longest_document, drafter.config, embed_tokens)
+    products = _token_products(drafter, embed_tokens, batch, chunk)
+    for step, (scheduled, block) in enumerate(zip(chunk.steps, blocks, strict=True)):
+        if step and scheduled.previous_index is not None:
+            state = state[scheduled.previous_index]
+            keys = [layer_keys.for_rows(scheduled.previous_index) for layer_keys in keys]
+        position_ids = batch.position_ids[scheduled.rows] + step
+        tokens = products.at(scheduled.teacher_index)
+        attend = _attend(block, drafter.config.sliding_window)
         if step:
-            if scheduled.previous_index is not None:
-                state = state[scheduled.previous_index]
-                keys = [layer_keys.for_rows(scheduled.previous_index) for layer_keys in keys]
-            position_ids = batch.position_ids[scheduled.rows] + step
-            tokens = products.of_later_step(scheduled)
-            output, keys = run(drafter.next_step, state, tokens, position_ids, attend(block), keys)
+            output, keys = drafter.next_step(state, tokens, position_ids, attend, keys)
+        else:
+            output = drafter.first_step(state, tokens, position_ids, attend, keys)
         normed = drafter.norm(output)
         state = drafter.feed_back(output, normed)
         yield normed, state
 
 
 class _TokenProducts(NamedTuple):
-    """The products [U, out] of all tokens with the projections of the first layer's attention.
-
-    In a drafter with one layer only rolled-out rows have queries, so there the query's products are [J, out].
-    """
+    """The products [J, out] of a chunk's tokens with the projections of the first layer's attention."""
 
     query: Tensor
     key_value: tuple[Tensor, ...]
-    all_queries: bool
 
-    def of_first_step(self, schedule: RolloutSchedule) -> LayerTokens:
-        """Select those of step 0: every key row has a key, and a query too where another layer follows."""
-        return self._of_rows(schedule.key_token_index, schedule.steps[0].teacher_index)
-
-    def of_later_step(self, step: StepSchedule) -> LayerTokens:
-        return self._of_rows(step.token_index, step.teacher_index)
-
-    def _of_rows(self, token_index: Tensor, teacher_index: Tensor) -> LayerTokens:
-        query = TokenProjection(self.query, token_index if self.all_queries else teacher_index)
-        key_value = tuple(TokenProjection(products, token_index) for products in self.key_value)
-        return LayerTokens(query, key_value)
+    def at(self, index: Tensor) -> LayerTokens:
+        """Return those of some rows. int64 [R], into the J tokens."""
+        key_value = tuple(TokenProjection(products, index) for products in self.key_value)
+        return LayerTokens(TokenProjection(self.query, index), key_value)
 
 
 def _token_products(
-    drafter: Drafter, embed_tokens: Tensor, batch: PackedBatch, schedule: RolloutSchedule
+    drafter: Drafter, embed_tokens: Tensor, batch: PackedBatch, chunk: ChunkSchedule
 ) -> _TokenProducts:
-    layer, all_queries = drafter.decoder_layers[0], len(drafter.decoder_layers) > 1
-    embeds = layer.input_layernorm(F.embedding(batch.input_ids[schedule.tokens], embed_tokens))
+    layer = drafter.decoder_layers[0]
+    token_ids = batch.input_ids[chunk.teacher_rows.clamp(max=len(batch.input_ids) - 1)]
+    embeds = layer.input_layernorm(F.embedding(token_ids, embed_tokens))
     attention = layer.self_attn
     key_value = tuple(projection(embeds) for projection in attention.key_value_inputs)
-    if not all_queries:
-        embeds = embeds[schedule.teacher_token_index]
-    return _TokenProducts(attention.query_input(embeds), key_value, all_queries)
+    return _TokenProducts(attention.query_input(embeds), key_value)
 
 
-def _first_step(
-    drafter: Drafter,
-    tokens: LayerTokens,
-    batch: PackedBatch,
-    schedule: RolloutSchedule,
-    attend_rows: Attend,
-    attend_queries: Attend,
-) -> tuple[Tensor, list[LayerKeys]]:
-    """Run step 0 at the key rows; the fusion is in here so that checkpointing recomputes it too."""
-    rows = schedule.key_rows
-    fused = drafter.fuse(batch.aux_hidden_states[rows])
-    position_ids = batch.position_ids[rows]
-    return drafter.first_step(fused, tokens, position_ids, schedule.query_index, attend_rows, attend_queries)
+def _no_attention(query: Tensor, keys: LayerKeys) -> Tensor:
+    raise AssertionError("a drafter of one layer needs no attention before its drafts")
 
 
 def _attend(block: CausalBlock, window: int | None) -> Attend:
@@ -147,45 +159,62 @@ def _attend(block: CausalBlock, window: int | None) -> Attend:
             keys.rollout_keys,
             keys.rollout_values,
             keys.row_indices,
+            keys.sums,
         )
 
     return attend
 
 
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
-
-
-def causal_blocks(
-    schedule: RolloutSchedule, config: DrafterConfig, like: Tensor
-) -> tuple[CausalBlock, list[CausalBlock]]:
-    """Return the block of all key rows, for step 0 of layers before the last, and the block of each step.
+def key_block(schedule: RolloutSchedule, config: DrafterConfig, like: Tensor) -> CausalBlock:
+    """Return the block of all key rows, for step 0 of layers before the last.
 
     Args:
         like: a tensor of the queries' dtype and device.
     """
+    window = _effective(config.sliding_window, 0, schedule.longest_document)
+    if _uses_packed_kernel(config, like):
+        block = PackedBlock(schedule.document_runs, like.device, config.attention_scale)
+        return block.for_rows(None, window)
+    masks = TileMasks.for_keys(schedule.longest_document, like, window)
+    return TiledBlock(schedule.document_runs, masks, _tile_kernel(config, like))
+
+
+def step_blocks(
+    chunk: ChunkSchedule, longest_document: int, config: DrafterConfig, like: Tensor
+) -> list[CausalBlock]:
+    """Return the block of each step of a chunk; the arguments are those of `key_block`."""
     scale = config.attention_scale
-    longest = max((run.num_keys for run in schedule.document_runs), default=0)
-    windows = [_effective(config.sliding_window, step, longest) for step in range(len(schedule.steps))]
-    on_gpu = like.device.type == "cuda"
-    obstacle = flash_obstacle(like.device, like.dtype, config.head_dim) if on_gpu else None
-    if on_gpu and obstacle is None:
-        first = PackedBlock(schedule.steps[0].runs, like.device, scale)
-        every = PackedBlock(schedule.document_runs, like.device, scale)
-        return every.for_rows(None, windows[0]), [
+    windows = [_effective(config.sliding_window, step, longest_document) for step in range(len(chunk.steps))]
+    if _uses_packed_kernel(config, like):
+        first = PackedBlock(chunk.steps[0].runs, like.device, scale)
+        return [
             NoContext(scale) if window == 0 else first.for_rows(step.first_index, window)
-            for step, window in zip(schedule.steps, windows, strict=True)
+            for step, window in zip(chunk.steps, windows, strict=True)
         ]
+    masks = {
+        window: TileMasks.for_keys(longest_document, like, window) for window in set(windows) if window != 0
+    }
+    kernel = _tile_kernel(config, like)
+    return [
+        NoContext(scale) if window == 0 else TiledBlock(step.runs, masks[window], kernel)
+        for step, window in zip(chunk.steps, windows, strict=True)
+    ]
+
+
+def _uses_packed_kernel(config: DrafterConfig, like: Tensor) -> bool:
+    if like.device.type != "cuda":
+        return False
+    obstacle = flash_obstacle(like.device, like.dtype, config.head_dim)
     if obstacle is not None:
         warn_once(like.device, obstacle)
-    masks = {window: TileMasks.for_keys(longest, like, window) for window in set(windows) if window != 0}
+    return obstacle is None
+
+
+def _tile_kernel(config: DrafterConfig, like: Tensor) -> Kernel:
     # The CPU's flash kernel has one width for keys and values, and is the slower one with padded values.
     narrow = config.value_width < config.head_dim
-    kernel: Kernel = PlainKernel(scale) if on_gpu or narrow else FlashKernel(scale)
-    return TiledBlock(schedule.document_runs, masks[windows[0]], kernel), [
-        NoContext(scale) if window == 0 else TiledBlock(step.runs, masks[window], kernel)
-        for step, window in zip(schedule.steps, windows, strict=True)
-    ]
+    plain = like.device.type == "cuda" or narrow
+    return PlainKernel(config.attention_scale) if plain else FlashKernel(config.attention_scale)
 
 
 def _effective(window: int | None, step: int, longest: int) -> int | None:

@@ -14,6 +14,7 @@ that are supervised, each with the index j = t+1+k of the token that it reads an
     teachers                 *   *   *            each computed once, for all steps
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,40 +33,64 @@ class StepSchedule:
     previous_index: Tensor | None  # int64 [R], into the rows of the step before; None when they are the same
     first_index: Tensor | None  # int64 [R], into the rows of step 0; None when they are the same
     runs: tuple[QueryRun, ...]  # the rows as queries of the key rows
-    token_index: Tensor  # int64 [R], into the schedule's tokens: the token whose embedding the row reads
-    teacher_index: Tensor  # int64 [R], into the schedule's teacher rows, ascending
+    teacher_index: Tensor  # int64 [R], into the chunk's teacher rows, ascending
     teacher_index_host: Tensor  # the same on the CPU
 
 
 @dataclass(frozen=True)
-class RolloutSchedule:
-    """The rows of a training step: S keys, U tokens, J teacher distributions, K steps."""
+class ChunkSchedule:
+    """The rows that are rolled out together: J teacher distributions, K steps."""
 
-    key_rows: Tensor  # int64 [S], the rows that some query reads
     query_index: Tensor  # int64 [R], the rows of step 0, into the key rows
-    tokens: Tensor  # int64 [U], the indices j whose embedding some row reads
-    key_token_index: Tensor  # int64 [S], into the tokens: the token that each key row reads
     # int64 [J], the indices j = t+1+k: a supervised (row, step) pair reads the token at j, and its teacher is
     # the target's distribution at j.
     teacher_rows: Tensor
-    teacher_token_index: Tensor  # int64 [J], into the tokens
+    teacher_rows_host: Tensor  # the same on the CPU
     steps: tuple[StepSchedule, ...]  # K
+
+
+@dataclass(frozen=True)
+class RolloutSchedule:
+    """The rows of a training step: S keys, and chunks of the rows that read them."""
+
+    key_rows: Tensor  # int64 [S], the rows that some query reads
+    key_rows_host: Tensor  # the same on the CPU
     document_runs: tuple[QueryRun, ...]  # every key row as a query
+    chunks: tuple[ChunkSchedule, ...]  # at least one
+    chunk_rows: int | None  # rows of a chunk; None where one chunk has all
+
+    @property
+    def longest_document(self) -> int:
+        """Return the largest number of keys of a document."""
+        return max((run.num_keys for run in self.document_runs), default=0)
 
     def to(self, device: torch.device) -> "RolloutSchedule":
         """Copy a schedule that is on the CPU to `device`, in one transfer."""
-        parts = [(self, _TENSORS), *((step, _STEP_TENSORS) for step in self.steps)]
-        given = [[name for name in names if getattr(part, name) is not None] for part, names in parts]
-        host = [getattr(part, name) for (part, _), names in zip(parts, given, strict=True) for name in names]
+        parts: list[Any] = [self]
+        for chunk in self.chunks:
+            parts += [chunk, *chunk.steps]
+        names = [[name for name in _TENSORS[type(part)] if getattr(part, name) is not None] for part in parts]
+        host = [getattr(part, name) for part, given in zip(parts, names, strict=True) for name in given]
         moved = iter(to_device(host, device))
-        changes: list[dict[str, Any]] = [{name: next(moved) for name in names} for names in given]
-        steps = [replace(step, **change) for step, change in zip(self.steps, changes[1:], strict=True)]
-        return replace(self, **changes[0], steps=tuple(steps))
+        copies = iter(
+            [
+                replace(part, **{name: next(moved) for name in given})
+                for part, given in zip(parts, names, strict=True)
+            ]
+        )
+        whole = next(copies)
+        chunks = (
+            replace(next(copies), steps=tuple(next(copies) for _ in chunk.steps)) for chunk in self.chunks
+        )
+        return replace(whole, chunks=tuple(chunks))
 
 
-# What a device reads, of a schedule and of each of its steps.
-_TENSORS = ("key_rows", "query_index", "tokens", "key_token_index", "teacher_rows", "teacher_token_index")
-_STEP_TENSORS = ("rows", "previous_index", "first_index", "token_index", "teacher_index")
+# What a device reads of each.
+_TENSORS = {
+    RolloutSchedule: ("key_rows",),
+    ChunkSchedule: ("query_index", "teacher_rows"),
+    StepSchedule: ("rows", "previous_index", "first_index", "teacher_index"),
+}
 
 
 def schedule_rollout(
@@ -73,6 +98,7 @@ def schedule_rollout(
     document_ids: Tensor,
     device: torch.device | None = None,
     key_reach: int | None = None,
+    chunk_rows: int | None = None,
 ) -> RolloutSchedule:
     """Schedule the rollout of the supervised (row, step) pairs.
 
@@ -81,19 +107,29 @@ def schedule_rollout(
         document_ids: int64 [T] on the CPU, grouped by document.
         device: where the schedule's tensors go; the CPU by default.
         key_reach: `DrafterConfig.key_reach`; None keeps the keys of all rows before a query.
+        chunk_rows: rows that are rolled out together; None for all.
     """
     rows = [torch.nonzero(column).squeeze(1) for column in supervised.unbind(1)]
     key_rows = needed_key_rows(rows[0], document_ids, key_reach)
     starts = segment_starts(key_rows, document_ids)
-    is_teacher = torch.zeros(supervised.shape[0] + supervised.shape[1], dtype=torch.bool)
-    for step, step_rows in enumerate(rows):
-        is_teacher[step_rows + 1 + step] = True
-    teacher_rows = torch.nonzero(is_teacher).squeeze(1)
-    # After the last token, where no step is supervised, the token is arbitrary.
-    last = len(document_ids) - 1
-    key_tokens, teacher_tokens = (key_rows + 1).clamp(max=last), teacher_rows.clamp(max=last)
-    tokens = torch.cat((key_tokens, teacher_tokens)).unique()
-    teacher_token_index = torch.searchsorted(tokens, teacher_tokens)
+    chunks = []
+    for piece in rows[0].split(chunk_rows or max(len(rows[0]), 1)):
+        first, last = (int(piece[0]), int(piece[-1])) if len(piece) else (0, -1)
+        of_chunk = [step[(step >= first) & (step <= last)] for step in rows]
+        chunks.append(_schedule_chunk(of_chunk, key_rows, starts))
+    schedule = RolloutSchedule(
+        key_rows=key_rows,
+        key_rows_host=key_rows,
+        document_runs=query_runs(torch.arange(len(key_rows)), starts),
+        chunks=tuple(chunks),
+        chunk_rows=chunk_rows,
+    )
+    return schedule if device is None else schedule.to(device)
+
+
+def _schedule_chunk(rows: Sequence[Tensor], key_rows: Tensor, starts: Tensor) -> ChunkSchedule:
+    """Schedule the rollout of `rows`, int64 [R_k] for each step, among the keys that all chunks read."""
+    teacher_rows = torch.cat([step_rows + 1 + step for step, step_rows in enumerate(rows)]).unique()
     steps = []
     for step, step_rows in enumerate(rows):
         teacher_index = torch.searchsorted(teacher_rows, step_rows + 1 + step)
@@ -103,23 +139,11 @@ def schedule_rollout(
                 previous_index=_index_within(step_rows, rows[max(step - 1, 0)]),
                 first_index=_index_within(step_rows, rows[0]),
                 runs=query_runs(torch.searchsorted(key_rows, step_rows), starts),
-                token_index=teacher_token_index[teacher_index],
                 teacher_index=teacher_index,
                 teacher_index_host=teacher_index,
             )
         )
-    query_index = torch.searchsorted(key_rows, rows[0])
-    schedule = RolloutSchedule(
-        key_rows=key_rows,
-        query_index=query_index,
-        tokens=tokens,
-        key_token_index=torch.searchsorted(tokens, key_tokens),
-        teacher_rows=teacher_rows,
-        teacher_token_index=teacher_token_index,
-        steps=tuple(steps),
-        document_runs=query_runs(torch.arange(len(key_rows)), starts),
-    )
-    return schedule if device is None else schedule.to(device)
+    return ChunkSchedule(torch.searchsorted(key_rows, rows[0]), teacher_rows, teacher_rows, tuple(steps))
 
 
 def _index_within(rows: Tensor, superset: Tensor) -> Tensor | None:

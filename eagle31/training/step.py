@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 
 from eagle31.kernels.elementwise import widened
+from eagle31.model.attention import LayerKeys
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.training.batch import PackedBatch, supervised_drafts
+from eagle31.training.batch import PackedBatch, captured_rows, supervised_drafts
+from eagle31.training.chunks import in_chunks
 from eagle31.training.fused_loss import one_pass_loss
 from eagle31.training.objectives import Loss, Teacher
-from eagle31.training.rollout import scheduled_rollout
-from eagle31.training.schedule import RolloutSchedule, schedule_rollout
+from eagle31.training.rollout import chunk_rollout, prefill
+from eagle31.training.schedule import ChunkSchedule, RolloutSchedule, schedule_rollout
 
 # Logits held at once, the teacher's and the drafter's together. On the CPU they are few enough that the
 # allocator reuses their pages; on a GPU they are enough to keep it busy.
@@ -42,17 +44,19 @@ def schedule_batch(
     num_steps: int,
     device: torch.device | None = None,
     key_reach: int | None = None,
+    chunk_rows: int | None = None,
 ) -> RolloutSchedule:
     """Schedule the step on this packed row. A batch that is still on the CPU needs no synchronisation.
 
     Args:
         key_reach: `DrafterConfig.key_reach`. With None, a drafter with a window computes keys that no row
             reads.
+        chunk_rows: rows that are rolled out together; None for all.
     """
     device = device or batch.input_ids.device
     loss_mask, document_ids = batch.loss_mask.cpu(), batch.document_ids.cpu()
     supervised = supervised_drafts(loss_mask, document_ids, num_steps)
-    return schedule_rollout(supervised, document_ids, device, key_reach)
+    return schedule_rollout(supervised, document_ids, device, key_reach, chunk_rows)
 
 
 def rollout_loss(
@@ -65,8 +69,7 @@ def rollout_loss(
     objective: Loss = Loss.kl,
     with_metrics: bool = True,
     schedule: RolloutSchedule | None = None,
-    activation_checkpointing: bool = False,
-    chunk_rows: int | None = None,
+    logit_rows: int | None = None,
 ) -> tuple[Tensor, DepthSums]:
     """Return the unnormalised loss of one micro-batch: sum over steps k of the rows' weighted losses.
 
@@ -77,10 +80,9 @@ def rollout_loss(
         step_decay: decay^k is the weight of step k.
         with_metrics: also sum agreement and expected acceptance, which need the target's distribution over
             its full vocabulary; they are zero otherwise.
-        schedule: `schedule_batch` of the same batch and number of steps, if it exists already.
-        activation_checkpointing: keep only what passes between the steps, and recompute the rest in the
-            backward pass.
-        chunk_rows: rows of draft logits held at once. None keeps a chunk with its teacher's logits near
+        schedule: `schedule_batch` of the same batch and number of steps, if it exists already. With
+            `chunk_rows` the captured states may be on the CPU, in any dtype.
+        logit_rows: rows of draft logits held at once. None keeps them with their teacher's logits near
             `CHUNK_LOGITS`, whatever the vocabularies are.
 
     Returns:
@@ -88,27 +90,31 @@ def rollout_loss(
     """
     schedule = schedule or schedule_batch(batch, num_steps, key_reach=drafter.config.key_reach)
     lm_head = frozen.lm_head or drafter.lm_head
-    states, norms = [], []
-    for normed, state in scheduled_rollout(
-        drafter, frozen.embed_tokens, batch, schedule, activation_checkpointing
-    ):
-        states.append(normed)
-        norms.append(state.detach().norm(dim=-1, dtype=widened(state.dtype)).sum())
-    weights = [step_decay**step for step in range(num_steps)]
     full_vocabulary = with_metrics or objective.needs_full_vocabulary
-    total, (num_rows, loss, agreement, expected, weighted) = one_pass_loss(
-        states,
-        lm_head.weight,
-        teacher_of(frozen, batch, full_vocabulary),
-        schedule,
-        objective,
-        weights,
-        chunk_rows or _chunk_rows(frozen, lm_head.weight.shape[0], num_steps, full_vocabulary),
-    )
-    return total, DepthSums(num_rows, loss, agreement, expected, torch.stack(norms), weighted)
+    logit_rows = logit_rows or _logit_rows(frozen, lm_head.weight.shape[0], num_steps, full_vocabulary)
+    weights = [step_decay**step for step in range(num_steps)]
+
+    def loss_of(chunk: ChunkSchedule, state: Tensor, keys: list[LayerKeys]) -> tuple[Tensor, Tensor]:
+        states, norms = [], []
+        for normed, fed_back in chunk_rollout(
+            drafter, frozen.embed_tokens, batch, chunk, state, keys, schedule.longest_document
+        ):
+            states.append(normed)
+            norms.append(fed_back.detach().norm(dim=-1, dtype=widened(fed_back.dtype)).sum())
+        teacher = teacher_of(frozen, batch, chunk, full_vocabulary)
+        total, sums = one_pass_loss(states, lm_head.weight, teacher, chunk, objective, weights, logit_rows)
+        return total, torch.cat((sums, torch.stack(norms).to(sums).unsqueeze(0)))
+
+    if schedule.chunk_rows is not None:
+        total, sums = in_chunks(drafter, frozen.embed_tokens, batch, schedule, loss_of)
+    else:
+        state, keys = prefill(drafter, frozen.embed_tokens, batch, schedule)
+        total, sums = loss_of(schedule.chunks[0], state[schedule.chunks[0].query_index], keys)
+    num_rows, loss, agreement, expected, weighted, norm = sums
+    return total, DepthSums(num_rows, loss, agreement, expected, norm, weighted)
 
 
-def _chunk_rows(frozen: FrozenParts, draft_vocab_size: int, num_steps: int, full_vocabulary: bool) -> int:
+def _logit_rows(frozen: FrozenParts, draft_vocab_size: int, num_steps: int, full_vocabulary: bool) -> int:
     device, vocab_size = frozen.embed_tokens.device.type, len(frozen.embed_tokens)
     return num_steps * chunk_positions(device, vocab_size, draft_vocab_size, num_steps, full_vocabulary)
 
@@ -124,15 +130,18 @@ def chunk_positions(
     return max(MIN_POSITIONS, CHUNK_LOGITS[device] // (teacher + num_steps * draft_vocab_size))
 
 
-def teacher_of(frozen: FrozenParts, batch: PackedBatch, full_vocabulary: bool) -> Callable[[Tensor], Teacher]:
-    """Return a function from rows int64 [n] to the target's distributions there.
+def teacher_of(
+    frozen: FrozenParts, batch: PackedBatch, chunk: ChunkSchedule, full_vocabulary: bool
+) -> Callable[[slice], Teacher]:
+    """Return a function from some of the chunk's teacher rows to the target's distributions there.
 
     With `full_vocabulary` they have their mass on the draft vocabulary and the target's greedy tokens too.
     """
 
     @torch.no_grad()
-    def teacher(rows: Tensor) -> Teacher:
-        hidden = batch.final_hidden_states[rows]
+    def teacher(part: slice) -> Teacher:
+        rows, host_rows = chunk.teacher_rows[part], chunk.teacher_rows_host[part]
+        hidden = captured_rows(batch.final_hidden_states, rows, host_rows, frozen.embed_tokens.dtype)
         if not full_vocabulary:
             return Teacher(_softmax(frozen.draft_logits(hidden)), None, None)
         return full_teacher(frozen.target_head(hidden), frozen.draft_target_ids)

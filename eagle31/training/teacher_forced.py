@@ -24,9 +24,6 @@ def greedy_hits(
 ) -> tuple[Tensor, Tensor]:
     """Compare teacher-forced greedy predictions with the text.
 
-    The head's weight is read directly and its module is not called: the number of chunks differs between
-    ranks, so a weight that is partitioned over the ranks must be gathered by the caller.
-
     Returns:
         bool [T, K], whether row t's step-k prediction equals x[t+2+k]; and bool [T, K], the supervised
         drafts. Both are on the CPU.
@@ -116,7 +113,7 @@ def _drafted_states(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each step its rows int64 [R_k], and the states [R_k, H] that the draft head reads."""
     rollout = scheduled_rollout(drafter, frozen.embed_tokens, batch, schedule)
-    for scheduled, (normed, _) in zip(schedule.steps, rollout, strict=True):
+    for scheduled, (normed, _) in zip(schedule.chunks[0].steps, rollout, strict=True):
         yield scheduled.rows, normed
 
 

@@ -29,9 +29,7 @@ def build_engine(
         if not settings.train_lm_head:
             lm_head = nn.Linear(width, config.draft_vocab_size, bias=False).to(dtype).requires_grad_(False)
     frozen = FrozenParts(embedding, head, ids, lm_head)
-    module = TrainedModule(
-        drafter, frozen, num_steps, 0.8, activation_checkpointing=settings.activation_checkpointing
-    )
+    module = TrainedModule(drafter, frozen, num_steps, 0.8)
     return initialize_model_engine(
         module,
         deepspeed_config(
@@ -68,10 +66,17 @@ def random_row(
     )
 
 
-def update(engine: deepspeed.DeepSpeedEngine, batch: PackedBatch, *, with_metrics: bool = True) -> None:
+def update(
+    engine: deepspeed.DeepSpeedEngine,
+    batch: PackedBatch,
+    *,
+    with_metrics: bool = True,
+    chunk_rows: int | None = None,
+) -> None:
     """Run forward and backward on the row once per micro-batch, and the optimizer's step."""
     module = engine.module
-    schedule = schedule_batch(batch, module.num_steps, key_reach=module.drafter.config.key_reach)
+    key_reach = module.drafter.config.key_reach
+    schedule = schedule_batch(batch, module.num_steps, key_reach=key_reach, chunk_rows=chunk_rows)
     for _ in range(engine.gradient_accumulation_steps()):
         loss, _ = engine(batch, schedule, with_metrics)
         engine.backward(loss / len(batch.input_ids))

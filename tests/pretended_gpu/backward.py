@@ -5,15 +5,11 @@ The nodes are autograd's, so a backward pass dispatches what the engine would di
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-
-_task_ids = count(1)
 
 
 def backward(output: Tensor, gradient: Tensor | None = None) -> None:
@@ -23,7 +19,7 @@ def backward(output: Tensor, gradient: Tensor | None = None) -> None:
         gradient = torch.ones_like(output)
     received: dict[Any, dict[int, Tensor]] = defaultdict(dict)
     received[output.grad_fn][output.output_nr] = gradient
-    with torch.no_grad(), _graph_task():
+    with torch.no_grad():
         for node in _in_order(output.grad_fn):
             gradients = received.pop(node, None)
             if gradients is None:
@@ -35,6 +31,27 @@ def backward(output: Tensor, gradient: Tensor | None = None) -> None:
                 gradient = _checked(gradient, target._input_metadata[number])
                 before = received[target].get(number)
                 received[target][number] = gradient if before is None else before + gradient
+
+
+def grad(
+    outputs: Tensor | Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    gradients: Sequence[Tensor | None] = (None,),
+    allow_unused: bool = False,
+) -> list[Tensor | None]:
+    """Return the gradients of the leaves, as `torch.autograd.grad` does."""
+    before = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    for output, gradient in zip(
+        [outputs] if isinstance(outputs, Tensor) else outputs, gradients, strict=True
+    ):
+        backward(output, gradient)
+    found = [leaf.grad for leaf in leaves]
+    for leaf, old in zip(leaves, before, strict=True):
+        leaf.grad = old
+    assert allow_unused or None not in found
+    return found
 
 
 def _in_order(root: Any) -> Iterator[Any]:
@@ -87,14 +104,3 @@ def _checked(gradient: Tensor, metadata: Any) -> Tensor:
     if gradient.shape != metadata.shape:
         gradient = gradient.sum_to_size(metadata.shape)
     return gradient.to(metadata.dtype)
-
-
-@contextmanager
-def _graph_task() -> Iterator[None]:
-    """Give the backward pass an id, by which checkpointing knows what it has recomputed already."""
-    before, task_id = torch._C._current_graph_task_id, next(_task_ids)
-    torch._C._current_graph_task_id = lambda: task_id
-    try:
-        yield
-    finally:
-        torch._C._current_graph_task_id = before

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.step import DepthSums, rollout_loss, schedule_batch
 from tests.eagle31.tiny import MLA, VOCAB, random_batch, tiny_config, tiny_drafter
-from tests.pretended_gpu.backward import backward
+from tests.pretended_gpu.backward import backward, grad
 from tests.pretended_gpu.pretended_gpu import CUDA, pinned, to_gpu
 
 NUM_STEPS = 3
@@ -53,12 +54,19 @@ def host_batch(config: DrafterConfig, dtype: torch.dtype, seed: int = 0) -> Pack
     return pinned(replace(batch, loss_mask=mask))
 
 
-def step(drafter: Drafter, frozen: FrozenParts, batch: PackedBatch, **changes: Any) -> DepthSums:
+def step(
+    drafter: Drafter,
+    frozen: FrozenParts,
+    batch: PackedBatch,
+    chunk_rows: int | None = None,
+    **changes: Any,
+) -> DepthSums:
     """Run forward and backward of one micro-batch that is still on the host."""
-    schedule = schedule_batch(batch, NUM_STEPS, CUDA, drafter.config.key_reach)
-    on_gpu = batch.to(CUDA, frozen.embed_tokens.dtype)
+    schedule = schedule_batch(batch, NUM_STEPS, CUDA, drafter.config.key_reach, chunk_rows)
+    on_gpu = batch.to(CUDA, frozen.embed_tokens.dtype, states=chunk_rows is None)
     options: dict[str, Any] = {"num_steps": NUM_STEPS, "step_decay": 0.8, "schedule": schedule} | changes
-    loss, sums = rollout_loss(drafter, frozen, on_gpu, **options)
+    with patch("torch.autograd.grad", grad):
+        loss, sums = rollout_loss(drafter, frozen, on_gpu, **options)
     assert loss.device == CUDA
     backward(loss)
     return sums

@@ -13,23 +13,23 @@ from tests.pretended_gpu.steps import NUM_STEPS, configuration, drafter_on_gpu, 
 
 aten = torch.ops.aten
 BF16, FP32 = torch.bfloat16, torch.float32
-# attention, dtype, pruned, layers, window, metrics, checkpointing, loss
+# attention, dtype, pruned, layers, window, metrics, rows of a chunk, loss
 CASES = [
-    ("gqa", BF16, True, 1, 7, False, False, *Loss),
-    ("gqa", FP32, False, 2, None, True, True),
-    ("mla", BF16, False, 2, None, False, True),
+    ("gqa", BF16, True, 1, 7, False, None, *Loss),
+    ("gqa", FP32, False, 2, None, True, 11),
+    ("mla", BF16, False, 1, None, False, 5),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.filterwarnings("ignore:.*matrix products")
 def test_a_step_never_waits(case: tuple[Any, ...]) -> None:
-    attention, dtype, pruned, num_layers, window, metrics, checkpointed, *losses = case
+    attention, dtype, pruned, num_layers, window, metrics, chunk_rows, *losses = case
     config = configuration(attention, pruned=pruned, num_layers=num_layers, window=window)
     with PretendedGpu() as gpu:
         drafter, frozen = drafter_on_gpu(config, dtype)
         batch = host_batch(config, dtype)
-        options: dict[str, Any] = {"with_metrics": metrics, "activation_checkpointing": checkpointed}
+        options: dict[str, Any] = {"with_metrics": metrics, "chunk_rows": chunk_rows}
         for objective in losses or [Loss.kl]:
             with gpu.no_waiting():
                 sums = step(drafter, frozen, batch, objective=objective, **options)

@@ -82,10 +82,11 @@ class TrainConfig:
         Loss.kl,
         "Loss of a draft against the target's distribution.",
     )
-    activation_checkpointing: bool = setting(
-        False,
-        "Whether activations are recomputed in the backward pass: less memory for very long rows, about a "
-        "sixth more compute.",
+    rollout_chunk: int | None = setting(
+        None,
+        "Supervised positions of a row that are rolled out at a time, for long rows: their activations are "
+        "those of one chunk, and the hidden states stay in the CPU's memory. null: all.",
+        ge=1,
     )
     row_tokens: int = setting(2048, "Length of a packed row in tokens; the longest sample must fit.", ge=1)
     rows_per_step: int = setting(8, "Packed rows of one optimizer step, over all ranks.", ge=1)

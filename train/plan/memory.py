@@ -9,9 +9,8 @@ from eagle31.cost.memory import StepMemory, step_memory
 from eagle31.model.config import DrafterConfig
 from train.trainer.matrices import matrix_shapes, orthogonalization_bytes
 
-# DeepSpeed's defaults: elements of the buffer in which gradients are reduced, and of the parameters that
-# ZeRO 3 keeps gathered.
-_BUCKET, _LIVE = 500_000_000, 1_000_000_000
+# DeepSpeed's default: elements of the buffer in which gradients are reduced.
+_BUCKET = 500_000_000
 _WIDE = 4  # float32
 # The driver, NCCL, kernels and the allocator's fragments take the rest.
 USABLE_FRACTION = 0.92
@@ -27,7 +26,7 @@ class TrainerSettings:
     bf16: bool
     offload_optimizer: bool
     train_lm_head: bool
-    activation_checkpointing: bool
+    rollout_chunk: int | None
     row_tokens: int
     rows_per_step: int
     world_size: int
@@ -96,9 +95,11 @@ def trainer_memory(
     # At ZeRO 0 in bf16 the float32 weights are the model's, and a step computes with rounded ones.
     weight_bytes = size if stage or not settings.bf16 else _WIDE + size
     weights = local_weights * weight_bytes
+    # A row in chunks adds up its gradients before DeepSpeed does.
+    own_gradients = 0 if settings.rollout_chunk is None else num_parameters
     return TrainerMemory(
         weights=round(weights),
-        gradients=round(local_gradients * _WIDE),
+        gradients=round((local_gradients + own_gradients) * _WIDE),
         optimizer=0 if settings.offload_optimizer else round(states / split[0] * _WIDE),
         buffers=reduction_buffers(num_parameters, settings, device),
         frozen=frozen_bytes(config, settings),
@@ -109,19 +110,19 @@ def trainer_memory(
             row_tokens=settings.row_tokens,
             itemsize=size,
             head_trained=settings.train_lm_head,
-            activation_checkpointing=settings.activation_checkpointing,
+            rollout_chunk=settings.rollout_chunk,
             device=device,
         ),
     )
 
 
 def reduction_buffers(num_parameters: int, settings: TrainerSettings, device: str) -> int:
-    """Return the bytes of DeepSpeed's gradient buckets, and of the weights that ZeRO 3 keeps gathered."""
+    """Return the bytes of DeepSpeed's gradient buckets, and of the weights that ZeRO 3 gathers for a step."""
     if settings.zero_stage == 0 or settings.accumulates_alone:
         return 0
     # A CPU's memory is allocated only as pages are written.
     bucket = _BUCKET if device == "cuda" else min(num_parameters, _BUCKET)
-    gathered = min(num_parameters, _LIVE) * settings.itemsize if settings.zero_stage == 3 else 0
+    gathered = num_parameters * settings.itemsize if settings.zero_stage == 3 else 0
     return gathered + bucket * (settings.itemsize if settings.zero_stage == 2 else _WIDE)
 
 
@@ -164,6 +165,4 @@ def frozen_bytes(config: DrafterConfig, settings: TrainerSettings) -> int:
 def worst_counts(row_tokens: int, num_steps: int) -> StepCounts:
     """Return the counts of a row that the assistant wrote entirely, which takes the most memory."""
     rows = tuple(max(row_tokens - 2 - k, 0) for k in range(num_steps))
-    return StepCounts(
-        keys=row_tokens, rows=rows, tokens=row_tokens, causal_pairs=0, teachers=max(row_tokens - 2, 0)
-    )
+    return StepCounts(keys=row_tokens, rows=rows, causal_pairs=0, teachers=max(row_tokens - 2, 0))

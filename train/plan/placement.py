@@ -182,7 +182,7 @@ def _refuse_shared(online: bool, server: ServerMemory, trainer: int, gpu: int, g
     )
     if given is not None:
         raise UserError(_UTILIZATION, given, f"{remedy} Give another one, or none.")
-    smaller = "Lower training's memory (deepspeed.zero_stage=2, train.activation_checkpointing=true), set "
+    smaller = "Lower training's memory (deepspeed.zero_stage=2, train.rollout_chunk=4096), set "
     remedy += f" {smaller if online else 'Set '}a larger vllm.engine_args.tensor_parallel_size, or give the "
     raise UserError("vllm.placement", Placement.shared.value, f"{remedy}target GPUs of its own: {_OWN_GPUS}.")
 

@@ -221,7 +221,7 @@ def _shortages(
     available = int(cluster.gpu_bytes * USABLE_FRACTION) - (target.held_bytes if target else 0)
     if memory.total > available:
         remedy = (
-            "Set deepspeed.zero_stage=2 (on several GPUs), train.activation_checkpointing=true, "
+            "Set deepspeed.zero_stage=2 (on several GPUs), train.rollout_chunk=4096, "
             "deepspeed.offload_optimizer=true, or lower train.row_tokens and data.max_tokens."
         )
         value = config.train.row_tokens

@@ -90,7 +90,7 @@ def trainer_settings(config: RunConfig, num_ranks: int) -> TrainerSettings:
         bf16=config.deepspeed.precision is Precision.bf16,
         offload_optimizer=config.deepspeed.offload_optimizer,
         train_lm_head=config.drafter.train_lm_head,
-        activation_checkpointing=config.train.activation_checkpointing,
+        rollout_chunk=config.train.rollout_chunk,
         row_tokens=config.train.row_tokens,
         rows_per_step=config.train.rows_per_step,
         world_size=num_ranks,

@@ -106,6 +106,7 @@ def train_on(
         dtype=step_dtype(config),
         stop_step=settings.max_steps,
         key_reach=drafter.config.key_reach,
+        chunk_rows=config.train.rollout_chunk,
         flops_of=row_flops(config, drafter.config) if speed.peak_flops is not None else None,
     )
     try:

@@ -51,7 +51,6 @@ class TrainedModule(nn.Module):
         num_steps: int,
         step_decay: float,
         objective: Loss = Loss.kl,
-        activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.drafter = drafter
@@ -59,49 +58,56 @@ class TrainedModule(nn.Module):
         self.num_steps = num_steps
         self.step_decay = step_decay
         self.objective = objective
-        self.activation_checkpointing = activation_checkpointing
-        self._rounded = RoundedDrafter(drafter)
+        self._without_hooks = DrafterWithoutHooks(drafter)
+        self.gathers_all = False  # whether the model engine partitions the weights, at ZeRO 3
 
     def forward(
         self, batch: PackedBatch, schedule: RolloutSchedule | None = None, with_metrics: bool = True
     ) -> tuple[Tensor, DepthSums]:
         """Return the unnormalized loss of one micro-batch and the sums per depth; see `rollout_loss`."""
         return rollout_loss(
-            self._drafter_for(batch),
+            self._drafter(),
             self.frozen,
             batch,
-            num_steps=self.num_steps if schedule is None else len(schedule.steps),
+            num_steps=self.num_steps if schedule is None else len(schedule.chunks[0].steps),
             step_decay=self.step_decay,
             objective=self.objective,
             with_metrics=with_metrics,
             schedule=schedule,
-            activation_checkpointing=self.activation_checkpointing,
         )
 
     def hits(self, batch: PackedBatch, num_steps: int) -> tuple[Tensor, Tensor]:
-        """Return which greedy drafts are right, for replay; see `greedy_hits`. Needs `gathered_head`."""
-        return greedy_hits(self._drafter_for(batch), self.frozen, batch, num_steps)
+        """Return which greedy drafts are right, for replay; see `greedy_hits`. Needs `gathered`."""
+        return greedy_hits(self._drafter(), self.frozen, batch, num_steps)
 
     def drift(self, chosen: DriftRows, device: torch.device, dtype: torch.dtype) -> Drift:
-        """Measure drift; see `measure_drift`. With partitioned weights every rank calls, on the same rows."""
+        """Measure drift; see `measure_drift`. Needs `gathered`."""
         batch = chosen.batch.to(device, dtype)
-        return measure_drift(self._drafter_for(batch), self.frozen, chosen, batch)
+        return measure_drift(self._drafter(), self.frozen, chosen, batch)
 
-    def _drafter_for(self, batch: PackedBatch) -> Drafter:
-        """Return the drafter with weights of the batch's dtype."""
-        dtype = batch.aux_hidden_states.dtype
-        if self.drafter.fc.weight.dtype == dtype:
+    def _drafter(self) -> Drafter:
+        """Return the drafter with weights of the dtype that the step computes in.
+
+        DeepSpeed's hooks at ZeRO 3 would count how often each module is called, which differs between ranks.
+        """
+        dtype = self.frozen.embed_tokens.dtype
+        if self.drafter.fc.weight.dtype == dtype and not self.gathers_all:
             return self.drafter
-        return self._rounded(dtype)
+        return self._without_hooks(dtype)
+
+    def gather_all(self) -> None:
+        """Have ZeRO 3 gather all weights for a forward and backward pass."""
+        self.gathers_all = True
+        for parameter in self.parameters():
+            deepspeed.zero.register_external_parameter(self, parameter)
 
     def release(self) -> None:
         """Free the weights that only the forward pass needs."""
-        self._rounded.release()
+        self._without_hooks.release()
 
-    def gathered_head(self) -> AbstractContextManager[None]:
-        """Keep the draft head's whole weight on every rank, which ZeRO 3 partitions. Every rank enters."""
-        trained = [] if self.frozen.lm_head is not None else [self.drafter.lm_head.weight]
-        return deepspeed.zero.GatheredParameters(trained)
+    def gathered(self) -> AbstractContextManager[None]:
+        """Keep all weights on every rank, which ZeRO 3 partitions. Every rank enters."""
+        return deepspeed.zero.GatheredParameters(list(self.parameters()))
 
 
 def deepspeed_config(
@@ -172,6 +178,8 @@ def initialize_model_engine(
         optimizer = Muon(matrices, others, matrix_lr, device=torch.device(device), **settings)
     if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
         ZERO_SUPPORTED_OPTIMIZERS.append(type(optimizer))  # as AdamW is; DeepSpeed compares types
+    if config["zero_optimization"]["stage"] == 3:
+        module.gather_all()
     with redirect_stdout(io.StringIO()):  # DeepSpeed's optimizer for bf16 prints what memory it uses
         model_engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     if model_engine.zero_optimization():
@@ -248,8 +256,8 @@ def ensure_process_group(wait_seconds: float = 0.0) -> None:
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout)
 
 
-class RoundedDrafter:
-    """Rounds a drafter's float32 weights for a forward pass; their gradients accumulate in float32.
+class DrafterWithoutHooks:
+    """A drafter's modules once more, for a forward pass with its weights, rounded if they are float32.
 
     DeepSpeed accumulates in bf16 at ZeRO 0 in bf16, and keeps the float32 weights to itself. So there the
     model engine has the float32 weights, and this rounds them.
@@ -265,10 +273,7 @@ class RoundedDrafter:
                 self._weights.append((source, module, name))
 
     def __call__(self, dtype: torch.dtype) -> Drafter:
-        """Return the drafter with weights of this dtype, which it keeps until the next call.
-
-        They outlive the forward pass, because activation checkpointing reads them again in the backward pass.
-        """
+        """Return the drafter with weights of this dtype, which it keeps until the next call."""
         for source, module, name in self._weights:
             setattr(module, name, getattr(source, name).to(dtype))
         return self._rounded

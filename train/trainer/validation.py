@@ -26,11 +26,7 @@ class ReplayValidation:
         self.max_draft_tokens = max_draft_tokens
         self.shows_progress = world.is_main
         rows = pack_epoch([len(one.input_ids) for one in samples], row_tokens, seed=0, epoch=0)
-        # Every rank runs the same number of forward passes, because each is collective under ZeRO 3.
-        num_steps = -(-len(rows) // world.size)
-        indices = range(world.rank, num_steps * world.size, world.size)
-        self.is_first_copy = [index < len(rows) for index in indices]
-        local_rows = [[samples[one] for one in rows[index % len(rows)]] for index in indices]
+        local_rows = [[samples[one] for one in row] for row in rows[world.rank :: world.size]]
         pin_memory = world.device.type == "cuda"
         self.batches: list[PackedBatch] = [
             pack_row(row, sum(len(one.input_ids) for one in row), pin_memory=pin_memory) for row in local_rows
@@ -43,12 +39,9 @@ class ReplayValidation:
         """Return the statistics by draft length 1..max_draft_tokens over all ranks, which all call."""
         num = self.max_draft_tokens
         totals = torch.zeros(num, 1 + num, dtype=torch.float64, device=device)
-        rows = list(zip(self.batches, self.is_first_copy, strict=True))
-        with module.gathered_head():
-            for batch, is_first_copy in tracked(rows, "validation", "rows", shown=self.shows_progress):
+        with module.gathered():
+            for batch in tracked(self.batches, "validation", "rows", shown=self.shows_progress):
                 hits, supervised = module.hits(batch.to(device, dtype), num)
-                if not is_first_copy:
-                    continue
                 for k in range(1, num + 1):
                     stats = replay(hits, supervised, k)
                     totals[k - 1, 0] += stats.num_drafts
@@ -61,13 +54,11 @@ class ReplayValidation:
 
 
 class DriftDiagnosis:
-    """Measures drift on some rows of held-out samples, which are the same each time.
+    """Measures drift on some rows of held-out samples, which are the same each time; on rank 0.
 
     Args:
         row_tokens: at most so many tokens of samples are used.
         max_steps: the speculation steps that are rolled out, if the completions are long enough.
-        on_every_rank: whether weights are partitioned, so that all ranks have to compute alike. Otherwise
-            rank 0 computes alone.
     """
 
     def __init__(
@@ -76,11 +67,9 @@ class DriftDiagnosis:
         row_tokens: int,
         max_steps: int,
         world: World,
-        *,
-        on_every_rank: bool,
     ) -> None:
         self.chosen = None
-        if not (world.is_main or on_every_rank):
+        if not world.is_main:
             return
         used: list[CapturedSample] = []
         num_tokens = 0
@@ -94,8 +83,9 @@ class DriftDiagnosis:
             self.chosen = choose_rows(batch, max_steps)
 
     def run(self, module: TrainedModule, device: torch.device, dtype: torch.dtype) -> dict[str, Any] | None:
-        """Return the numbers of a record; None on ranks that do not compute, or without supervised drafts.
+        """Return the numbers of a record; None on other ranks than 0, or without supervised drafts.
 
         Every rank calls.
         """
-        return None if self.chosen is None else module.drift(self.chosen, device, dtype).record()
+        with module.gathered():
+            return None if self.chosen is None else module.drift(self.chosen, device, dtype).record()

@@ -43,7 +43,6 @@ def test_the_formula_is_pytorchs_count_where_every_row_is_computed() -> None:
     counts = StepCounts(
         keys=length,
         rows=(length,) * num_steps,
-        tokens=length,
         causal_pairs=length * length * num_steps,
         teachers=length,
     )
@@ -53,7 +52,8 @@ def test_the_formula_is_pytorchs_count_where_every_row_is_computed() -> None:
     rest = config.vocab_size - config.draft_vocab_size
     query = config.num_attention_heads * config.head_dim
     key = config.num_key_value_heads * config.head_dim
-    projected_again = 6 * length * (num_steps - 1) * config.hidden_size * (query + 2 * key)
+    again = (num_steps - 1) * query + (num_steps - 2) * 2 * key
+    projected_again = 6 * length * config.hidden_size * again
     assert (
         linear
         == expected.total
@@ -113,11 +113,10 @@ def test_counts_are_those_of_the_schedule(layers: int, window: int | None) -> No
         batch = random_batch((11, 1, 2, 19, 3), config, seed=seed, padding=5)
         counts, schedule = count_step(batch, 5, config), schedule_batch(batch, 5, key_reach=config.key_reach)
         assert counts.keys == len(schedule.key_rows)
-        assert counts.tokens == len(schedule.tokens)
-        assert counts.teachers == len(schedule.teacher_rows)
-        assert counts.rows == tuple(len(step.rows) for step in schedule.steps)
+        assert counts.teachers == len(schedule.chunks[0].teacher_rows)
+        assert counts.rows == tuple(len(step.rows) for step in schedule.chunks[0].steps)
         read = own = 0
-        for step, scheduled in enumerate(schedule.steps):
+        for step, scheduled in enumerate(schedule.chunks[0].steps):
             for row in scheduled.rows.tolist():
                 positions = range(int(batch.position_ids[row]) + step, -1, -1)[:window]
                 read += sum(position <= int(batch.position_ids[row]) for position in positions)
@@ -143,5 +142,5 @@ def test_flops_of_samples_follow_those_of_their_steps(changes: dict[str, Any]) -
     if config.sliding_window is not None:
         return
     alone = sample_flops(config, 1, supervision, head_trained=True)
-    exactly = [step_flops(config, replace(c, tokens=c.keys), True).total for c in one_step]
+    exactly = [step_flops(config, c, True).total for c in one_step]
     assert alone.tolist() == pytest.approx(exactly)

@@ -43,7 +43,7 @@ def reference(
     window: int | None = None,
 ) -> Tensor:
     query, keys, values, *rollout = tensors
-    rows = schedule.steps[step].rows
+    rows = schedule.chunks[0].steps[step].rows
     before = len(document_ids) if window is None else window - 1 - step
     visible = visible_keys(rows, document_ids, before)[:, schedule.key_rows]
     rollout = [x[row_index(schedule, step, i % step + 1)] for i, x in enumerate(rollout)]
@@ -53,7 +53,7 @@ def reference(
 
 
 def row_index(schedule: RolloutSchedule, step: int, earlier: int) -> Tensor:
-    return torch.searchsorted(schedule.steps[earlier].rows, schedule.steps[step].rows)
+    return torch.searchsorted(schedule.chunks[0].steps[earlier].rows, schedule.chunks[0].steps[step].rows)
 
 
 def block_of(name: str, schedule: RolloutSchedule, step: int, window: int | None = None) -> CausalBlock:
@@ -61,13 +61,13 @@ def block_of(name: str, schedule: RolloutSchedule, step: int, window: int | None
     if context == 0:
         return NoContext(SCALE)
     if name.startswith("packed"):
-        return PackedBlock(schedule.steps[0].runs, torch.device("cpu"), SCALE).for_rows(
-            schedule.steps[step].first_index, context
+        return PackedBlock(schedule.chunks[0].steps[0].runs, torch.device("cpu"), SCALE).for_rows(
+            schedule.chunks[0].steps[step].first_index, context
         )
     kernel: Kernel = FlashKernel(SCALE) if name == "flash" else PlainKernel(SCALE)
-    longest = max(run.key_stop - run.key_start for run in schedule.steps[0].runs)
+    longest = max(run.key_stop - run.key_start for run in schedule.chunks[0].steps[0].runs)
     return TiledBlock(
-        schedule.steps[step].runs,
+        schedule.chunks[0].steps[step].runs,
         TileMasks.for_keys(longest, torch.zeros(0, dtype=torch.float64), context),
         kernel,
     )
@@ -182,7 +182,7 @@ def test_a_tile_reads_no_key_before_its_window() -> None:
     for window in (1, 50, 5 * TILE):
         masks = TileMasks.for_keys(len(document_ids), torch.zeros(0), window)
         assert masks.mask.numel() <= TILE * (window + TILE)
-        block = TiledBlock(schedule.steps[0].runs, masks, FlashKernel(SCALE))
+        block = TiledBlock(schedule.chunks[0].steps[0].runs, masks, FlashKernel(SCALE))
         assert max(keys.stop - keys.start for _, keys, _ in block.tiles) == TILE + window - 1
 
 
@@ -190,8 +190,8 @@ def random_tensors(schedule: RolloutSchedule, step: int, value_width: int) -> li
     """Return query, step-0 keys and values, rollout keys of steps 1..step, rollout values."""
     generator = torch.Generator().manual_seed(step)
     heads, num_keys = (4, 2), len(schedule.key_rows)
-    rollout = [(len(schedule.steps[i].rows), heads[1]) for i in range(1, step + 1)]
-    query, keys = (len(schedule.steps[step].rows), heads[0], DIM), (num_keys, heads[1], DIM)
+    rollout = [(len(schedule.chunks[0].steps[i].rows), heads[1]) for i in range(1, step + 1)]
+    query, keys = (len(schedule.chunks[0].steps[step].rows), heads[0], DIM), (num_keys, heads[1], DIM)
     values = (num_keys, heads[1], value_width)
     rollout_shapes = [(*x, width) for width in (DIM, value_width) for x in rollout]
     shapes = [query, keys, values, *rollout_shapes]

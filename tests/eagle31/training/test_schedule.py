@@ -11,15 +11,14 @@ def test_rows_after_the_last_draft_of_a_document_are_not_computed() -> None:
     mask = torch.zeros_like(batch.loss_mask)
     mask[10:15], mask[35:37] = True, True
     schedule = schedule_batch(replace(batch, loss_mask=mask), 4)
-    assert [step.rows.tolist() for step in schedule.steps] == [[9, 10, 11, 12, 34], [9, 10, 11], [9, 10], [9]]
+    (chunk,) = schedule.chunks
+    assert [step.rows.tolist() for step in chunk.steps] == [[9, 10, 11, 12, 34], [9, 10, 11], [9, 10], [9]]
     assert schedule.key_rows.tolist() == [*range(13), *range(30, 35)]
-    assert schedule.teacher_rows.tolist() == [10, 11, 12, 13, 35]
-    assert schedule.tokens.tolist() == [*range(1, 14), *range(31, 36)]
-    assert schedule.tokens[schedule.key_token_index].tolist() == [t + 1 for t in schedule.key_rows.tolist()]
-    for k, step in enumerate(schedule.steps):
-        assert schedule.tokens[step.token_index].tolist() == [t + 1 + k for t in step.rows.tolist()]
-    assert [tuple(run) for run in schedule.steps[0].runs] == [(0, 4, 0, 13), (4, 5, 13, 18)]
-    assert [tuple(run) for run in schedule.steps[1].runs] == [(0, 3, 0, 12)]
+    assert chunk.teacher_rows.tolist() == [10, 11, 12, 13, 35]
+    for k, step in enumerate(chunk.steps):
+        assert chunk.teacher_rows[step.teacher_index].tolist() == [t + 1 + k for t in step.rows.tolist()]
+    assert [tuple(run) for run in chunk.steps[0].runs] == [(0, 4, 0, 13), (4, 5, 13, 18)]
+    assert [tuple(run) for run in chunk.steps[1].runs] == [(0, 3, 0, 12)]
 
 
 def test_a_window_leaves_out_the_keys_that_no_row_reaches() -> None:
@@ -29,9 +28,9 @@ def test_a_window_leaves_out_the_keys_that_no_row_reaches() -> None:
     batch = replace(batch, loss_mask=mask)
     schedule = schedule_batch(batch, 4, key_reach=3)
     whole = schedule_batch(batch, 4)
-    assert [step.rows.tolist() for step in schedule.steps] == [step.rows.tolist() for step in whole.steps]
+    (chunk,), (of_whole,) = schedule.chunks, whole.chunks
+    assert [step.rows.tolist() for step in chunk.steps] == [step.rows.tolist() for step in of_whole.steps]
     # Two turns of a document are two segments; the next document starts within the reach.
     assert schedule.key_rows.tolist() == [*range(6, 13), *range(21, 25), *range(30, 32)]
     assert [tuple(run) for run in schedule.document_runs] == [(0, 7, 0, 7), (7, 11, 7, 11), (11, 13, 11, 13)]
-    assert [tuple(run) for run in schedule.steps[0].runs] == [(0, 4, 0, 7), (4, 5, 7, 11), (5, 6, 11, 13)]
-    assert schedule.tokens.tolist() == [*range(7, 14), *range(22, 26), *range(31, 33)]
+    assert [tuple(run) for run in chunk.steps[0].runs] == [(0, 4, 0, 7), (4, 5, 7, 11), (5, 6, 11, 13)]

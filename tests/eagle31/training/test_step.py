@@ -14,7 +14,7 @@ from eagle31.model.mla import MlaShape
 from eagle31.training.batch import PackedBatch
 from eagle31.training.objectives import Loss
 from eagle31.training.reference import reference_loss
-from eagle31.training.step import DepthSums, rollout_loss
+from eagle31.training.step import DepthSums, rollout_loss, schedule_batch
 from tests.eagle31.naive import naive_loss
 from tests.eagle31.tiny import (
     BIASES,
@@ -78,15 +78,35 @@ def test_float64_equals_the_reference(seed: int) -> None:
     drafter, frozen, batch, num_steps = random_case(seed)
     settings = {"num_steps": num_steps, "objective": list(Loss)[(seed + seed // 6) % 2]}
     expected, expected_sums, expected_grads = results(reference_loss, drafter, frozen, batch, **settings)
-    settings |= {
-        "chunk_rows": (5, 64, 1024)[(seed + seed // 6) % 3],
-        "activation_checkpointing": seed % 2 == 0,
-    }
+    settings["logit_rows"] = (5, 64, 1024)[(seed + seed // 6) % 3]
+    if seed % 2 == 0:
+        settings["schedule"] = schedule_batch(
+            batch,
+            num_steps,
+            key_reach=drafter.config.key_reach,
+            chunk_rows=(3, 20)[seed // 2 % 2],
+        )
     found, sums, grads = results(rollout_loss, drafter, frozen, batch, **settings)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(sums.stacked(), expected_sums.stacked(), rtol=1e-9, atol=1e-9)
     for grad, want in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, want, rtol=1e-9, atol=1e-9 * max(1.0, float(want.abs().max())))
+
+
+@pytest.mark.parametrize("name", ["eagle3.1", "mla", "window of 3", "norms of queries and keys, two layers"])
+def test_chunks_give_the_gradients_of_the_whole_row(name: str) -> None:
+    config = tiny_config(**VARIANTS[name])
+    drafter, frozen = tiny_drafter(config)
+    batch = random_batch((70, 5, 90), config, seed=3, padding=4)
+    expected = results(rollout_loss, drafter, frozen, batch, num_steps=5)
+    for chunk_rows in (1, 32):
+        schedule = schedule_batch(batch, 5, key_reach=config.key_reach, chunk_rows=chunk_rows)
+        assert len(schedule.chunks) > 1
+        found = results(rollout_loss, drafter, frozen, batch, num_steps=5, schedule=schedule)
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-12, atol=0)
+        torch.testing.assert_close(found[1].stacked(), expected[1].stacked(), rtol=1e-12, atol=1e-12)
+        for grad, want in zip(found[2], expected[2], strict=True):
+            torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-10 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 0.1)])
@@ -166,7 +186,7 @@ def test_the_loss_keeps_no_more_logits_than_a_chunk() -> None:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        rollout_loss(drafter, frozen, batch, num_steps=4, step_decay=0.8, chunk_rows=16)
+        rollout_loss(drafter, frozen, batch, num_steps=4, step_decay=0.8, logit_rows=16)
     assert not any(shape[-1:] == (59,) for shape in kept)
     assert not any(len(shape) > 1 and shape[0] > 100 and shape[1] > 100 for shape in kept)
 

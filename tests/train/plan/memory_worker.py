@@ -49,7 +49,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     batch = random_row(config, settings.row_tokens, spec["prompt_tokens"], dtype, CPU)
     update(engine, random_row(config, 32, 0, dtype, CPU))  # Adam's moments appear in the first update
     settle()
-    update(engine, batch)
+    update(engine, batch, chunk_rows=settings.rollout_chunk)
     peak = resident_bytes("VmHWM") - before
     memory = trainer_memory(config, tensors, settings, count_step(batch, num_steps), "cpu")
     engine.destroy()

@@ -39,7 +39,7 @@ SETTINGS: dict[str, Any] = {
     "bf16": False,
     "offload_optimizer": False,
     "train_lm_head": True,
-    "activation_checkpointing": False,
+    "rollout_chunk": None,
     "row_tokens": 640,
     "rows_per_step": 2,
     "world_size": 1,
@@ -49,7 +49,15 @@ SETTINGS: dict[str, Any] = {
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "every token supervised": (GQA, {}, 0),
     "a long prompt": (GQA, {"row_tokens": 1536}, 1280),
-    "checkpointed": (GQA, {"activation_checkpointing": True}, 0),
+    **{
+        f"{tokens} tokens in chunks": (
+            GQA,
+            {"rollout_chunk": 256, "row_tokens": tokens, "rows_per_step": 1},
+            0,
+        )
+        for tokens in (2048, 8192)
+    },
+    "MLA in chunks": (MLA, {"rollout_chunk": 128, "row_tokens": 4096, "zero_stage": 2}, 0),
     "frozen head, ZeRO 2": (GQA, {"train_lm_head": False, "zero_stage": 2}, 0),
     "MLA, full vocabulary, Muon, ZeRO 1": (MLA, {"muon": True, "zero_stage": 1}, 0),
     "Muon": (GQA, {"muon": True, "row_tokens": 32}, 0),

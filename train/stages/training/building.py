@@ -69,7 +69,6 @@ def new_engine(
         config.train.ttt_steps,
         config.train.step_decay,
         config.train.loss,
-        config.train.activation_checkpointing,
     )
     return initialize_model_engine(
         module,
@@ -167,5 +166,4 @@ def drift_diagnosis(config: RunConfig, world: World, samples: Sequence[CapturedS
         config.train.row_tokens,
         max(MIN_STEPS, config.train.ttt_steps, config.evaluate.draft_tokens),
         world,
-        on_every_rank=config.deepspeed.zero_stage == 3,
     )
