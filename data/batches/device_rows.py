@@ -1,5 +1,6 @@
 """The rows of each optimizer step on the device, copied one row ahead of the one in use."""
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -63,6 +64,7 @@ class DeviceRows:
         stop_step: the first step that is not needed; no row is read ahead beyond it.
         key_reach: `DrafterConfig.key_reach`, for the schedule.
         chunk_rows: of the schedule; with it the hidden states stay where they are.
+        max_drafts: of the schedule.
         flops_of: returns the FLOPs of a row on the CPU; by default they are not counted.
         executor: runs what is done in the background; by default one thread.
     """
@@ -77,6 +79,7 @@ class DeviceRows:
         stop_step: int,
         key_reach: int | None = None,
         chunk_rows: int | None = None,
+        max_drafts: int | None = None,
         flops_of: Callable[[PackedBatch], int] | None = None,
         executor: Executor | None = None,
     ) -> None:
@@ -86,7 +89,7 @@ class DeviceRows:
         self._num_steps = num_steps
         self._device, self._dtype, self._flops_of = device, dtype, flops_of
         self._key_reach = key_reach
-        self._chunk_rows = chunk_rows
+        self._chunk_rows, self._max_drafts = chunk_rows, max_drafts
         self._batches: list[PackedBatch] = []
         self._counts = RowCounts(0, 0)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -117,7 +120,7 @@ class DeviceRows:
         if self._executor is None:
             batch = self._read(step, index)
             self.waited_seconds += time.perf_counter() - started
-            return self._scheduled(batch)
+            return self._scheduled(step, batch)
         used = self._end_of_queued_work()
         if self._ahead is None or self._ahead[0] != (step, index):
             self._ahead = (step, index), self._executor.submit(self._copy, step, index, None)
@@ -137,10 +140,25 @@ class DeviceRows:
             self._counts = count_rows(self._batches, self._flops_of)
         return self._batches[index]
 
-    def _scheduled(self, batch: PackedBatch) -> _Copied:
-        schedule = schedule_batch(batch, self._num_steps, self._device, self._key_reach, self._chunk_rows)
+    def _scheduled(self, step: int, batch: PackedBatch) -> _Copied:
+        draw = 0 if self._max_drafts is None else self._draw(step, batch)
+        schedule = schedule_batch(
+            batch,
+            self._num_steps,
+            self._device,
+            self._key_reach,
+            self._chunk_rows,
+            self._max_drafts,
+            draw,
+        )
         row = DeviceRow(batch.to(self._device, self._dtype, states=self._chunk_rows is None), schedule)
         return _Copied(row, self._counts, len(self._batches), None)
+
+    def _draw(self, step: int, batch: PackedBatch) -> int:
+        """Return a random number of a row of a step, the same on whichever rank it is."""
+        content = hashlib.sha256(batch.input_ids.numpy().tobytes())
+        content.update(f"{self.loader.seed} {step}".encode())
+        return int.from_bytes(content.digest()[:8], "big")
 
     def _copy(self, step: int, index: int, used: torch.cuda.Event | None) -> _Copied:
         """Copy a row on the second stream.
@@ -152,7 +170,7 @@ class DeviceRows:
         if used is not None and not used.query():
             used.synchronize()
         with torch.cuda.stream(self._stream):
-            copied = self._scheduled(batch)
+            copied = self._scheduled(step, batch)
             ready = torch.cuda.Event()
             ready.record(self._stream)
         return replace(copied, ready=ready)

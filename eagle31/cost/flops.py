@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle31.kernels.query_run import context_window
 from eagle31.model.config import DrafterConfig
-from eagle31.training.batch import PackedBatch, supervised_drafts
+from eagle31.training.batch import PackedBatch, sampled, supervised_drafts
 from eagle31.training.schedule import needed_key_rows
 
 
@@ -52,7 +52,9 @@ class StepFlops:
         return sum(getattr(self, f.name) for f in fields(self))
 
 
-def count_step(batch: PackedBatch, num_steps: int, config: DrafterConfig | None = None) -> StepCounts:
+def count_step(
+    batch: PackedBatch, num_steps: int, config: DrafterConfig | None = None, max_drafts: int | None = None
+) -> StepCounts:
     """Count what a step on this packed row computes.
 
     Keys are computed from each document's start to its last supervised row, of those that the window reaches.
@@ -60,8 +62,10 @@ def count_step(batch: PackedBatch, num_steps: int, config: DrafterConfig | None 
 
     Args:
         config: has the window; None counts a drafter without one.
+        max_drafts: of `schedule_batch`.
     """
     supervised = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
+    supervised, _ = sampled(supervised, max_drafts)
     num_tokens = len(batch.input_ids)
     rows = supervised[:, 0].nonzero().squeeze(1)
     lengths = batch.document_ids.unique_consecutive(return_counts=True)[1]
@@ -92,6 +96,7 @@ def typical_counts(
     document_tokens: int,
     assistant_fraction: float,
     config: DrafterConfig | None = None,
+    max_drafts: int | None = None,
 ) -> StepCounts:
     """Estimate the counts of a packed row before there is any data.
 
@@ -100,6 +105,7 @@ def typical_counts(
 
     Args:
         config: has the window; None counts a drafter without one.
+        max_drafts: of `schedule_batch`.
     """
     length = min(document_tokens, row_tokens)
     documents, span = row_tokens / length, max(1, round(assistant_fraction * length))
@@ -113,11 +119,14 @@ def typical_counts(
     keys = min(length - 1, first + step_rows[0])
     if config is not None and config.key_reach is not None and step_rows[0]:
         keys -= max(0, first - config.key_reach)
+    kept = documents
+    if max_drafts is not None:
+        kept = min(documents, max_drafts / max(step_rows[0], 1))
     return StepCounts(
         keys=round(documents * keys),
-        rows=tuple(round(documents * rows) for rows in step_rows),
-        causal_pairs=round(documents * pairs),
-        teachers=round(documents * step_rows[0]),
+        rows=tuple(round(kept * rows) for rows in step_rows),
+        causal_pairs=round(kept * pairs),
+        teachers=round(kept * step_rows[0]),
     )
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 STATES = ("aux_hidden_states", "final_hidden_states")
+_STRETCH = 64  # consecutive rows that are sampled together
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,30 @@ def supervised_drafts(loss_mask: Tensor, document_ids: Tensor, num_steps: int) -
         running = running[: num_rows - ahead] & loss_mask[ahead:] & same
         supervised[: num_rows - ahead, step] = running
     return supervised
+
+
+def sampled(supervised: Tensor, most: int | None, draw: int = 0) -> tuple[Tensor, float]:
+    """Return the pairs of at most `most` rows, and how many rows each of them stands for.
+
+    Every row is kept with the same probability. They are stretches at equal distances, which are longer than
+    a single row because attention takes consecutive queries together.
+
+    Args:
+        supervised: bool [T, K].
+        most: None keeps all.
+        draw: a random integer, much larger than T.
+    """
+    rows = supervised_positions(supervised)
+    if most is None or len(rows) <= most:
+        return supervised, 1.0
+    num_stretches = max(1, most // _STRETCH)
+    length = most // num_stretches
+    starts = (draw % len(rows) + len(rows) * torch.arange(num_stretches)) // num_stretches
+    # The first row follows the last, so that those at the ends have the same probability.
+    kept = rows[(starts[:, None] + torch.arange(length)).flatten() % len(rows)]
+    found = torch.zeros_like(supervised)
+    found[kept] = supervised[kept]
+    return found, len(rows) / len(kept)
 
 
 def supervised_positions(supervised: Tensor) -> Tensor:

@@ -58,6 +58,7 @@ class RolloutSchedule:
     document_runs: tuple[QueryRun, ...]  # every key row as a query
     chunks: tuple[ChunkSchedule, ...]  # at least one
     chunk_rows: int | None  # rows of a chunk; None where one chunk has all
+    weight: float = 1.0  # of the loss: how many supervised rows each stands for
 
     @property
     def longest_document(self) -> int:
@@ -99,6 +100,7 @@ def schedule_rollout(
     device: torch.device | None = None,
     key_reach: int | None = None,
     chunk_rows: int | None = None,
+    weight: float = 1.0,
 ) -> RolloutSchedule:
     """Schedule the rollout of the supervised (row, step) pairs.
 
@@ -108,6 +110,7 @@ def schedule_rollout(
         device: where the schedule's tensors go; the CPU by default.
         key_reach: `DrafterConfig.key_reach`; None keeps the keys of all rows before a query.
         chunk_rows: rows that are rolled out together; None for all.
+        weight: of the loss.
     """
     rows = [torch.nonzero(column).squeeze(1) for column in supervised.unbind(1)]
     key_rows = needed_key_rows(rows[0], document_ids, key_reach)
@@ -123,6 +126,7 @@ def schedule_rollout(
         document_runs=query_runs(torch.arange(len(key_rows)), starts),
         chunks=tuple(chunks),
         chunk_rows=chunk_rows,
+        weight=weight,
     )
     return schedule if device is None else schedule.to(device)
 

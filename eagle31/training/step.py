@@ -10,7 +10,7 @@ from eagle31.kernels.elementwise import widened
 from eagle31.model.attention import LayerKeys
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.training.batch import PackedBatch, captured_rows, supervised_drafts
+from eagle31.training.batch import PackedBatch, captured_rows, sampled, supervised_drafts
 from eagle31.training.chunks import in_chunks
 from eagle31.training.fused_loss import one_pass_loss
 from eagle31.training.objectives import Loss, Teacher
@@ -25,7 +25,10 @@ MIN_POSITIONS = 32  # smaller chunks make inefficient matrix products
 
 @dataclass(frozen=True)
 class DepthSums:
-    """Sums over the supervised rows of one micro-batch, per speculation step; divide by `num_rows`."""
+    """Sums over the supervised rows of one micro-batch, per speculation step; divide by `num_rows`.
+
+    Where rows are sampled, each counts `RolloutSchedule.weight`, so the sums are estimates of those over all.
+    """
 
     num_rows: Tensor  # [K]
     loss: Tensor  # [K]
@@ -45,6 +48,8 @@ def schedule_batch(
     device: torch.device | None = None,
     key_reach: int | None = None,
     chunk_rows: int | None = None,
+    max_drafts: int | None = None,
+    draw: int = 0,
 ) -> RolloutSchedule:
     """Schedule the step on this packed row. A batch that is still on the CPU needs no synchronisation.
 
@@ -52,11 +57,13 @@ def schedule_batch(
         key_reach: `DrafterConfig.key_reach`. With None, a drafter with a window computes keys that no row
             reads.
         chunk_rows: rows that are rolled out together; None for all.
+        max_drafts, draw: of `sampled`.
     """
     device = device or batch.input_ids.device
     loss_mask, document_ids = batch.loss_mask.cpu(), batch.document_ids.cpu()
     supervised = supervised_drafts(loss_mask, document_ids, num_steps)
-    return schedule_rollout(supervised, document_ids, device, key_reach, chunk_rows)
+    kept, weight = sampled(supervised, max_drafts, draw)
+    return schedule_rollout(kept, document_ids, device, key_reach, chunk_rows, weight)
 
 
 def rollout_loss(
@@ -110,8 +117,8 @@ def rollout_loss(
     else:
         state, keys = prefill(drafter, frozen.embed_tokens, batch, schedule)
         total, sums = loss_of(schedule.chunks[0], state[schedule.chunks[0].query_index], keys)
-    num_rows, loss, agreement, expected, weighted, norm = sums
-    return total, DepthSums(num_rows, loss, agreement, expected, norm, weighted)
+    num_rows, loss, agreement, expected, weighted, norm = sums * schedule.weight
+    return total * schedule.weight, DepthSums(num_rows, loss, agreement, expected, norm, weighted)
 
 
 def _logit_rows(frozen: FrozenParts, draft_vocab_size: int, num_steps: int, full_vocabulary: bool) -> int:

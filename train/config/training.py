@@ -88,6 +88,12 @@ class TrainConfig:
         "those of one chunk, and the hidden states stay in the CPU's memory. null: all.",
         ge=1,
     )
+    max_drafts_per_row: int | None = setting(
+        None,
+        "Supervised positions of a row that are rolled out at most, sampled evenly. The loss of each counts "
+        "for those left out, so its expectation is the same, and the time of a row is bounded. null: all.",
+        ge=1,
+    )
     row_tokens: int = setting(2048, "Length of a packed row in tokens; the longest sample must fit.", ge=1)
     rows_per_step: int = setting(8, "Packed rows of one optimizer step, over all ranks.", ge=1)
     max_steps: int | None = setting(None, "Number of optimizer steps. null: num_epochs decides.", ge=1)

@@ -7,6 +7,7 @@ from math import prod
 from eagle31.cost.flops import StepCounts
 from eagle31.cost.memory import StepMemory, step_memory
 from eagle31.model.config import DrafterConfig
+from train.config.training import TrainConfig
 from train.trainer.matrices import matrix_shapes, orthogonalization_bytes
 
 # DeepSpeed's default: elements of the buffer in which gradients are reduced.
@@ -162,7 +163,8 @@ def frozen_bytes(config: DrafterConfig, settings: TrainerSettings) -> int:
     return (embedding + head + rows + draft_head) * settings.itemsize
 
 
-def worst_counts(row_tokens: int, num_steps: int) -> StepCounts:
+def worst_counts(train: TrainConfig) -> StepCounts:
     """Return the counts of a row that the assistant wrote entirely, which takes the most memory."""
-    rows = tuple(max(row_tokens - 2 - k, 0) for k in range(num_steps))
-    return StepCounts(keys=row_tokens, rows=rows, causal_pairs=0, teachers=max(row_tokens - 2, 0))
+    last, most = train.row_tokens - 2, train.max_drafts_per_row or train.row_tokens
+    rows = tuple(min(most, max(last - k, 0)) for k in range(train.ttt_steps))
+    return StepCounts(keys=train.row_tokens, rows=rows, causal_pairs=0, teachers=rows[0])

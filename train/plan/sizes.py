@@ -75,7 +75,7 @@ class RunSizes:
     def trainer(self, num_ranks: int, device: str) -> TrainerMemory:
         """Return the memory of one of so many training processes. device is "cuda" or "cpu"."""
         settings = trainer_settings(self.config, num_ranks)
-        counts = worst_counts(settings.row_tokens, self.config.train.ttt_steps)
+        counts = worst_counts(self.config.train)
         return trainer_memory(self.drafter, self.tensors, settings, counts, device)
 
     def server(self, parallel: Parallelism) -> ServerMemory:

@@ -185,7 +185,12 @@ def _row_flops(sizes: RunSizes) -> StepFlops:
     document_tokens = config.plan.document_tokens or config.data.max_tokens
     fraction = config.plan.assistant_fraction
     counts = typical_counts(
-        config.train.row_tokens, config.train.ttt_steps, document_tokens, fraction, drafter
+        config.train.row_tokens,
+        config.train.ttt_steps,
+        document_tokens,
+        fraction,
+        drafter,
+        config.train.max_drafts_per_row,
     )
     full = config.train.loss.needs_full_vocabulary
     return step_flops(drafter, counts, config.drafter.train_lm_head, full)

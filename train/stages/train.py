@@ -107,6 +107,7 @@ def train_on(
         stop_step=settings.max_steps,
         key_reach=drafter.config.key_reach,
         chunk_rows=config.train.rollout_chunk,
+        max_drafts=config.train.max_drafts_per_row,
         flops_of=row_flops(config, drafter.config) if speed.peak_flops is not None else None,
     )
     try:

@@ -103,10 +103,10 @@ class WindowSums:
         counts = [metric_rows if name in LOGGED_METRICS else num_rows for name in names]
         means = [(total / rows.clamp(min=1)).tolist() for total, rows in zip(totals, counts, strict=True)]
         depth = [
-            dict(zip(names, values, strict=True)) | {"num_rows": int(rows)}
+            dict(zip(names, values, strict=True)) | {"num_rows": round(rows)}
             for rows, *values in zip(num_rows.tolist(), *means, strict=True)
         ]
-        supervised = int(num_rows[0])
+        supervised = round(float(num_rows[0]))
         return {
             "loss": float(weighted_loss.sum()) / max(float(num_rows[0]), 1.0),
             "depth": depth[: self.num_depths],

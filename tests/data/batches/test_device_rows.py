@@ -78,6 +78,30 @@ def test_rows_and_counts_are_those_of_the_loader() -> None:
                     assert torch.equal(ours, theirs)
 
 
+def test_sampled_rows_are_the_same_on_any_number_of_ranks_and_differ_between_steps() -> None:
+    def drafted(rank: int, world_size: int, step: int) -> dict[int, list[list[int]]]:
+        loader = RowLoader(
+            MemorySource([random_sample(30, seed) for seed in range(4)]),
+            row_tokens=ROW_TOKENS,
+            rows_per_step=4,
+            rank=rank,
+            world_size=world_size,
+            seed=0,
+        )
+        with closing(loader):
+            rows = rows_of(loader, torch.device("cpu"), max_drafts=3).of_step(step)
+            assert rows.counts.num_supervised > 3 * rows.num_rows  # of all, sampled or not
+            return {
+                int(row.batch.input_ids.sum()): [one.rows.tolist() for one in row.schedule.chunks[0].steps]
+                for row in rows.rows
+            }
+
+    steps = [drafted(0, 1, step) for step in range(4)]
+    assert all(len(rows[0]) == 3 for of_step in steps for rows in of_step.values())
+    assert any(steps[0][row] != steps[step][row] for row in steps[0] for step in (1, 2, 3))
+    assert drafted(0, 2, 3) | drafted(1, 2, 3) == steps[3]
+
+
 def test_a_gpu_gets_rows_from_pinned_memory_without_waiting() -> None:
     loader, now = ReadRows(), Now()
     with PretendedGpu() as gpu:

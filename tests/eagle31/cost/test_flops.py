@@ -100,6 +100,8 @@ def test_typical_counts_are_those_of_equal_documents_with_one_answer(
     mask = torch.arange(length) >= length - answer
     batch = replace(batch, loss_mask=mask.repeat(documents))
     assert typical_counts(documents * length, 4, length, answer / length) == count_step(batch, 4)
+    found = typical_counts(documents * length, 4, length, answer / length, max_drafts=answer)
+    assert found.rows[0] == count_step(batch, 4, max_drafts=answer).rows[0] == answer
     for layers, window in ((1, 1), (1, 2), (2, 4), (1, 9), (2, 40)):
         config = tiny_config(num_hidden_layers=layers, sliding_window=window)
         found = typical_counts(documents * length, 4, length, answer / length, config)

@@ -1,6 +1,6 @@
 import torch
 
-from eagle31.training.batch import supervised_drafts
+from eagle31.training.batch import sampled, supervised_drafts
 from tests.eagle31.naive import is_supervised
 from tests.eagle31.tiny import random_batch, tiny_config
 
@@ -18,3 +18,15 @@ def test_supervised_drafts_by_their_definition() -> None:
 def test_supervised_drafts_with_more_steps_than_tokens() -> None:
     supervised = supervised_drafts(torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.long), 8)
     assert supervised.nonzero().tolist() == [[0, 0]]
+
+
+def test_each_row_is_sampled_with_the_same_probability() -> None:
+    supervised = torch.rand(500, 3, generator=torch.Generator().manual_seed(0)).sort(descending=True)[0] > 0.4
+    num_rows = int(supervised[:, 0].sum())
+    for most in (1, 5, 130, num_rows - 1):
+        found = [sampled(supervised, most, draw) for draw in range(num_rows)]
+        weighted = torch.stack([kept * weight for kept, weight in found])
+        assert all(most / 2 < kept[:, 0].sum() <= most for kept, _ in found)
+        torch.testing.assert_close(weighted.mean(0), supervised.float())
+    for most in (None, num_rows):
+        assert sampled(supervised, most, 7) == (supervised, 1.0)

@@ -109,6 +109,23 @@ def test_chunks_give_the_gradients_of_the_whole_row(name: str) -> None:
             torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-10 * float(want.abs().max()))
 
 
+def test_sampled_rows_have_the_gradients_and_metrics_of_all_on_average() -> None:
+    drafter, frozen = tiny_drafter(tiny_config())
+    batch = random_batch((9, 20), tiny_config(), seed=3, padding=4)
+    expected = results(rollout_loss, drafter, frozen, batch, num_steps=3)
+    num_rows = int(expected[1].num_rows[0])
+    found = []
+    for draw in range(num_rows):
+        schedule = schedule_batch(batch, 3, chunk_rows=(None, 4)[draw % 2], max_drafts=7, draw=draw)
+        assert sum(len(chunk.steps[0].rows) for chunk in schedule.chunks) == 7 < num_rows
+        found.append(results(rollout_loss, drafter, frozen, batch, num_steps=3, schedule=schedule))
+    torch.testing.assert_close(torch.stack([one[0] for one in found]).mean(), expected[0])
+    sums = torch.stack([one[1].stacked() for one in found]).mean(0)
+    torch.testing.assert_close(sums, expected[1].stacked())
+    for grads, want in zip(zip(*(one[2] for one in found), strict=True), expected[2], strict=True):
+        torch.testing.assert_close(torch.stack(grads).mean(0), want)
+
+
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 0.1)])
 @pytest.mark.parametrize("loss", [Loss.kl, Loss.lk_lambda])
 def test_narrow_dtypes_stay_within_bounds(dtype: torch.dtype, bound: float, loss: Loss) -> None:

@@ -137,9 +137,12 @@ def row_flops(config: RunConfig, drafter: DrafterConfig) -> Callable[[PackedBatc
     """Return a function from a packed row to the FLOPs of its forward and backward."""
     train, head_trained = config.train, config.drafter.train_lm_head
     full = train.loss.needs_full_vocabulary
-    return lambda batch: (
-        step_flops(drafter, count_step(batch, train.ttt_steps, drafter), head_trained, full).total
-    )
+
+    def flops_of(batch: PackedBatch) -> int:
+        counts = count_step(batch, train.ttt_steps, drafter, train.max_drafts_per_row)
+        return step_flops(drafter, counts, head_trained, full).total
+
+    return flops_of
 
 
 def expected_speed(
@@ -152,7 +155,7 @@ def expected_speed(
         drafter,
         tensors,
         trainer_settings(config, world.size),
-        worst_counts(config.train.row_tokens, config.train.ttt_steps),
+        worst_counts(config.train),
         "cuda",
     )
     peak_flops = peak_bf16_flops(torch.cuda.get_device_name(world.device))
