@@ -75,7 +75,7 @@ def test_no_more_is_kept_than_a_step_reads(seed: int) -> None:
     batch = random_batch((40,), tiny_config(), seed=seed)
     plan = schedule_batch(batch, num_steps=7)
     counted = supervised_final(batch.loss_mask)
-    assert torch.nonzero(counted).squeeze(1).tolist() == plan.teacher_rows.tolist()
+    assert torch.nonzero(counted).squeeze(1).tolist() == plan.chunks[0].teacher_rows.tolist()
     assert kept_rows(batch.loss_mask).aux == len(plan.key_rows)
 
 
