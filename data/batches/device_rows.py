@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from data.batches.loader import RowLoader
-from eagle31.training.batch import PackedBatch, supervised_drafts
-from eagle31.training.schedule import RolloutSchedule
-from eagle31.training.step import schedule_batch
+from data.batches.shared_rows import SharedRows
+from eagle31.training.batch import PackedBatch, sampled, supervised_drafts
+from eagle31.training.schedule import RolloutSchedule, RowShare, schedule_rollout
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class DeviceRows:
         key_reach: `DrafterConfig.key_reach`, for the schedule.
         chunk_rows: of the schedule; with it the hidden states stay where they are.
         max_drafts: of the schedule.
+        shared: hands rows on, where ranks share them.
         flops_of: returns the FLOPs of a row on the CPU; by default they are not counted.
         executor: runs what is done in the background; by default one thread.
     """
@@ -80,6 +81,7 @@ class DeviceRows:
         key_reach: int | None = None,
         chunk_rows: int | None = None,
         max_drafts: int | None = None,
+        shared: SharedRows | None = None,
         flops_of: Callable[[PackedBatch], int] | None = None,
         executor: Executor | None = None,
     ) -> None:
@@ -90,7 +92,8 @@ class DeviceRows:
         self._device, self._dtype, self._flops_of = device, dtype, flops_of
         self._key_reach = key_reach
         self._chunk_rows, self._max_drafts = chunk_rows, max_drafts
-        self._batches: list[PackedBatch] = []
+        self._shared = shared
+        self._batches: list[PackedBatch | None] = []
         self._counts = RowCounts(0, 0)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._executor = executor
@@ -118,9 +121,9 @@ class DeviceRows:
         """Return a row of a step, and start on the next one."""
         started = time.perf_counter()
         if self._executor is None:
-            batch = self._read(step, index)
+            batch, share = self._read(step, index)
             self.waited_seconds += time.perf_counter() - started
-            return self._scheduled(step, batch)
+            return self._scheduled(step, batch, share)
         used = self._end_of_queued_work()
         if self._ahead is None or self._ahead[0] != (step, index):
             self._ahead = (step, index), self._executor.submit(self._copy, step, index, None)
@@ -133,32 +136,43 @@ class DeviceRows:
         self._hand_over(copied)
         return copied
 
-    def _read(self, step: int, index: int) -> PackedBatch:
-        """Return a row on the CPU. Rows are read in their order."""
+    def _read(self, step: int, index: int) -> tuple[PackedBatch, RowShare | None]:
+        """Return a row on the CPU, and this rank's share of it. Rows are read in their order."""
         if index == 0 or not self._batches:
             self._batches = self.loader.batches(step)
             self._counts = count_rows(self._batches, self._flops_of)
-        return self._batches[index]
+        batch = self._batches[index]
+        if self._shared is not None:
+            reader = self.loader.reader_of(step, index)
+            return self._shared.exchange(batch, reader, lambda row: self._drafts(step, row)[0])
+        assert batch is not None
+        return batch, None
 
-    def _scheduled(self, step: int, batch: PackedBatch) -> _Copied:
-        draw = 0 if self._max_drafts is None else self._draw(step, batch)
-        schedule = schedule_batch(
-            batch,
-            self._num_steps,
+    def _scheduled(self, step: int, batch: PackedBatch, share: RowShare | None) -> _Copied:
+        supervised, weight = self._drafts(step, batch)
+        schedule = schedule_rollout(
+            supervised,
+            batch.document_ids,
             self._device,
             self._key_reach,
             self._chunk_rows,
-            self._max_drafts,
-            draw,
+            weight,
+            share,
         )
         row = DeviceRow(batch.to(self._device, self._dtype, states=self._chunk_rows is None), schedule)
         return _Copied(row, self._counts, len(self._batches), None)
 
-    def _draw(self, step: int, batch: PackedBatch) -> int:
-        """Return a random number of a row of a step, the same on whichever rank it is."""
+    def _drafts(self, step: int, batch: PackedBatch) -> tuple[Tensor, float]:
+        """Return the (row, step) pairs of a row that are rolled out, and what each stands for.
+
+        They are the same on whichever rank the row is.
+        """
+        supervised = supervised_drafts(batch.loss_mask, batch.document_ids, self._num_steps)
+        if self._max_drafts is None:
+            return supervised, 1.0
         content = hashlib.sha256(batch.input_ids.numpy().tobytes())
         content.update(f"{self.loader.seed} {step}".encode())
-        return int.from_bytes(content.digest()[:8], "big")
+        return sampled(supervised, self._max_drafts, int.from_bytes(content.digest()[:8], "big"))
 
     def _copy(self, step: int, index: int, used: torch.cuda.Event | None) -> _Copied:
         """Copy a row on the second stream.
@@ -166,11 +180,11 @@ class DeviceRows:
         Args:
             used: the end of all that the device does with the last row but one.
         """
-        batch = self._read(step, index)
+        batch, share = self._read(step, index)
         if used is not None and not used.query():
             used.synchronize()
         with torch.cuda.stream(self._stream):
-            copied = self._scheduled(step, batch)
+            copied = self._scheduled(step, batch, share)
             ready = torch.cuda.Event()
             ready.record(self._stream)
         return replace(copied, ready=ready)
@@ -190,11 +204,14 @@ class DeviceRows:
                 tensor.record_stream(current)
 
 
-def count_rows(batches: list[PackedBatch], flops_of: Callable[[PackedBatch], int] | None = None) -> RowCounts:
-    """Count what rows on the CPU have."""
-    supervised = sum(int(supervised_drafts(b.loss_mask, b.document_ids, 1).sum()) for b in batches)
-    num_tokens = sum(int((b.document_ids >= 0).sum()) for b in batches)
-    flops = sum(flops_of(batch) for batch in batches) if flops_of else 0
+def count_rows(
+    batches: Sequence[PackedBatch | None], flops_of: Callable[[PackedBatch], int] | None = None
+) -> RowCounts:
+    """Count what rows on the CPU have. A row that ranks share is counted by the one that reads it."""
+    read = [batch for batch in batches if batch is not None]
+    supervised = sum(int(supervised_drafts(b.loss_mask, b.document_ids, 1).sum()) for b in read)
+    num_tokens = sum(int((b.document_ids >= 0).sum()) for b in read)
+    flops = sum(flops_of(batch) for batch in read) if flops_of else 0
     return RowCounts(supervised, num_tokens, flops)
 
 

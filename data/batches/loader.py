@@ -58,6 +58,8 @@ class RowLoader:
     The position in the sequence is therefore the only state, and a step has the same rows on any number of
     ranks. Each rank has as many rows of a step: where they cannot be divided equally, some are empty.
 
+    Where ranks share rows, `rank` and `world_size` count their groups, whose ranks take turns in reading one.
+
     Args:
         row_tokens: the maximum number of tokens in a row.
         rows_per_step: the number of rows over all ranks and micro-batches.
@@ -67,6 +69,7 @@ class RowLoader:
         steps_ahead: how many steps are read into memory in advance.
         steps_announced: how many steps are announced to an `OrderedSource`, at most one epoch.
         begin: where the first step begins that is loaded.
+        reader: this rank's place among the `num_readers` that share rows.
         state_shape: that of empty rows, where a rank may have one.
 
     Raises:
@@ -89,6 +92,8 @@ class RowLoader:
         steps_announced: int = 64,
         begin: RowPosition = RowPosition(),
         state_shape: StateShape | None = None,
+        reader: int = 0,
+        num_readers: int = 1,
     ) -> None:
         self.source = source
         self.row_tokens = row_tokens
@@ -102,12 +107,13 @@ class RowLoader:
         self.steps_ahead = steps_ahead
         self.begin = begin
         self.state_shape = state_shape
+        self.reader, self.num_readers = reader, num_readers
         self._order = RowOrder(source.lengths, row_tokens, seed, begin.epoch)
         self.rows_per_epoch = self._order.rows_per_epoch
         self.steps_announced = min(steps_announced, self.rows_per_epoch // rows_per_step)
         # A single thread reads the steps in the order in which they are announced.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="row-loader")
-        self._ahead: deque[tuple[int, Future[list[PackedBatch]]]] = deque()
+        self._ahead: deque[tuple[int, Future[list[PackedBatch | None]]]] = deque()
         self._announced = 0  # the first step that is not announced yet
         check_enough(self.rows_per_epoch, row_tokens, rows_per_step)
 
@@ -119,6 +125,10 @@ class RowLoader:
             return rows[self.rank :: self.world_size]
         costs = [sum(self.costs[sample] for sample in row) for row in rows]
         return [rows[index] for index in balanced(costs, self.world_size)[self.rank]]
+
+    def reader_of(self, step: int, index: int) -> int:
+        """Return which of the ranks that share the rows reads a row of a step."""
+        return (step * -(-self.rows_per_step // self.world_size) + index) % self.num_readers
 
     def position(self, step: int) -> tuple[int, int]:
         """Return epoch and index of a step's first row."""
@@ -148,8 +158,11 @@ class RowLoader:
         for ahead in range(start, step + self.steps_ahead):
             self._ahead.append((ahead, self._executor.submit(self._load, ahead)))
 
-    def batches(self, step: int) -> list[PackedBatch]:
-        """Return this rank's micro-batches of a step, one row each, and start to read the next steps."""
+    def batches(self, step: int) -> list[PackedBatch | None]:
+        """Return this rank's micro-batches of a step, one row each, and start to read the next steps.
+
+        None is a row that another rank reads.
+        """
         self.read_ahead(step)
         batches = self._ahead.popleft()[1].result()
         self.read_ahead(step + 1)
@@ -170,8 +183,19 @@ class RowLoader:
             future.cancel()
         self._ahead.clear()
 
-    def _load(self, step: int) -> list[PackedBatch]:
-        rows = self.rows(step)
+    def _load(self, step: int) -> list[PackedBatch | None]:
+        rows = self._rows_read(step)
+        read = iter(self._read(step, [row for row in rows if row is not None]))
+        return [None if row is None else next(read) for row in rows]
+
+    def _rows_read(self, step: int) -> list[list[int] | None]:
+        """Return the rows of a step, None for those that others read."""
+        return [
+            row if self.reader_of(step, index) == self.reader else None
+            for index, row in enumerate(self.rows(step))
+        ]
+
+    def _read(self, step: int, rows: Sequence[Sequence[int]]) -> list[PackedBatch]:
         if isinstance(self.source, StoredSource):
             return self._read_into_rows(self.source, rows)
         if isinstance(self.source, OrderedSource):
@@ -205,7 +229,7 @@ class RowLoader:
         start = max(step, self._announced)
         self._announced = step + self.steps_announced
         for ahead in range(start, self._announced):
-            source.expect([index for row in self.rows(ahead) for index in row])
+            source.expect([index for row in self._rows_read(ahead) for index in row or ()])
 
 
 def check_enough(num_rows: int, row_tokens: int, rows_per_step: int) -> None:
@@ -218,12 +242,22 @@ def check_enough(num_rows: int, row_tokens: int, rows_per_step: int) -> None:
         raise UserError("train.rows_per_step", rows_per_step, remedy)
 
 
-def check_divisible(rows_per_step: int, world_size: int) -> None:
-    """Raise UserError if the rows of a step cannot be divided equally among the ranks.
+def check_divisible(rows_per_step: int, world_size: int, row_ranks: int = 1) -> None:
+    """Raise UserError if the rows of a step cannot be divided equally among the ranks, or groups that share.
 
     Some would then have empty rows, which cost time; a training that is resumed on other ranks may have them.
     """
-    if rows_per_step % world_size:
-        nearest = -(-rows_per_step // world_size) * world_size
-        remedy = f"It must be a multiple of the number of processes, {world_size}, such as {nearest}."
+    check_groups(world_size, row_ranks)
+    groups = world_size // row_ranks
+    if rows_per_step % groups:
+        nearest = -(-rows_per_step // groups) * groups
+        of = "" if row_ranks == 1 else f" by train.row_ranks ({row_ranks})"
+        remedy = f"It must be a multiple of the number of processes{of}, {groups}, such as {nearest}."
         raise UserError("train.rows_per_step", rows_per_step, remedy)
+
+
+def check_groups(world_size: int, row_ranks: int) -> None:
+    """Raise UserError if the ranks cannot be divided into groups that share rows."""
+    if world_size % row_ranks:
+        remedy = f"It must divide the number of processes, {world_size}."
+        raise UserError("train.row_ranks", row_ranks, remedy)

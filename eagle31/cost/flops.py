@@ -13,7 +13,7 @@ from torch import Tensor
 from eagle31.kernels.query_run import context_window
 from eagle31.model.config import DrafterConfig
 from eagle31.training.batch import PackedBatch, sampled, supervised_drafts
-from eagle31.training.schedule import needed_key_rows
+from eagle31.training.schedule import DraftCosts, needed_key_rows
 
 
 @dataclass(frozen=True)
@@ -198,15 +198,25 @@ def sample_flops(config: DrafterConfig, num_steps: int, supervision: Tensor, hea
         supervision = torch.stack(
             (keys, positions, torch.minimum(pairs, positions * config.sliding_window)), dim=1
         )
+    flops = _unit_flops(config, num_steps, head_trained)
+    return supervision.double() @ torch.tensor(flops, dtype=torch.float64)
+
+
+def draft_costs(config: DrafterConfig, num_steps: int, head_trained: bool) -> DraftCosts:
+    """Return the FLOPs of a row that is rolled out over all steps."""
+    _, row, pair = _unit_flops(config, num_steps, head_trained)
+    return DraftCosts(row, pair, config.sliding_window)
+
+
+def _unit_flops(config: DrafterConfig, num_steps: int, head_trained: bool) -> list[int]:
+    """Return the FLOPs, linear in the counts, of a key, of a row over all steps, and of a pair of both."""
     none = StepCounts(keys=0, rows=(0,) * num_steps, causal_pairs=0, teachers=0)
-    # FLOPs are linear in the counts.
     of_each = (
         replace(none, keys=1),
         replace(none, rows=(1,) * num_steps, teachers=1),
         replace(none, causal_pairs=num_steps),
     )
-    flops = [step_flops(config, one, head_trained).total for one in of_each]
-    return supervision.double() @ torch.tensor(flops, dtype=torch.float64)
+    return [step_flops(config, one, head_trained).total for one in of_each]
 
 
 def _projections(

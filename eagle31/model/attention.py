@@ -116,9 +116,10 @@ class AttentionShape(ABC):
 class AttentionModule(nn.Module, ABC):
     """The projections of a layer's attention without its scores, which the caller computes.
 
-    In the layer that reads the embedding, `x` is concat(embedding, state), or the state alone when the
     embedding's products are given as `tokens`.
     """
+
+    compresses: ClassVar[bool] = False  # whether `expanded` computes anything
 
     @property
     @abstractmethod
@@ -135,10 +136,20 @@ class AttentionModule(nn.Module, ABC):
         """Return the rotated queries. [N, in] -> [N, Hq, D]."""
 
     @abstractmethod
+    def compressed(
+        self, x: Tensor, cos: Tensor, sin: Tensor, tokens: Sequence[TokenProjection] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the least from which `expanded` makes each row's keys and values. x: [N, in]."""
+
+    def expanded(self, compressed: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the rotated keys [N, Hkv, D] and the values [N, Hkv, Dv]."""
+        return compressed
+
     def key_value(
         self, x: Tensor, cos: Tensor, sin: Tensor, tokens: Sequence[TokenProjection] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the rotated keys [N, Hkv, D] and the values [N, Hkv, Dv]. x: [N, in]."""
+        return self.expanded(self.compressed(x, cos, sin, tokens))
 
     @abstractmethod
     def output(self, attended: Tensor) -> Tensor:

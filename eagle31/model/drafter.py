@@ -3,7 +3,7 @@
 The embedding is not part of it: it is the target's, it is frozen, and the caller keeps it.
 """
 
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,14 @@ from eagle31.model.attention import Attend, LayerKeys
 from eagle31.model.config import DrafterConfig
 from eagle31.model.layer import DrafterLayer, LayerTokens
 from eagle31.model.rope import Rotary
+
+
+class Prefill(NamedTuple):
+    """What drafts read of N captured rows."""
+
+    state: Tensor  # [N, H], enters the last layer
+    keys: list[LayerKeys]  # of step 0, for each layer before the last
+    compressed: tuple[Tensor, Tensor]  # of the last layer; `AttentionModule.expanded` reads it
 
 
 class Drafter(nn.Module):
@@ -62,7 +70,7 @@ class Drafter(nn.Module):
 
     def prefill(
         self, fused: Tensor, tokens: Tensor | LayerTokens, position_ids: Tensor, attend: Attend
-    ) -> tuple[Tensor, list[LayerKeys]]:
+    ) -> Prefill:
         """Compute what drafts read of the captured rows.
 
         In the last layer a row that is not rolled out needs only its key and value. Layers before the last
@@ -73,9 +81,6 @@ class Drafter(nn.Module):
             tokens: the token that follows each row, as embeddings [N, H] or as products.
             position_ids: int64 [N], RoPE positions.
             attend: attention of all rows, for layers before the last.
-
-        Returns:
-            The state that enters the last layer [N, H], and each layer's step-0 keys and values.
         """
         rotation = self.rotary(position_ids)
         *before, last = self.decoder_layers
@@ -83,7 +88,12 @@ class Drafter(nn.Module):
         for layer in before:
             state, layer_keys = layer.step(state, tokens, rotation, LayerKeys, attend)
             keys.append(layer_keys)
-        return state, [*keys, last.key_value(state, tokens, rotation)]
+        return Prefill(state, keys, last.compressed(state, tokens, rotation))
+
+    def step_keys(self, prefilled: Prefill) -> list[LayerKeys]:
+        """Return each layer's step-0 keys and values."""
+        last = self.decoder_layers[-1].self_attn
+        return [*prefilled.keys, LayerKeys(*last.expanded(prefilled.compressed))]
 
     def first_step(
         self,
@@ -99,7 +109,7 @@ class Drafter(nn.Module):
             state: [R, H], of `prefill`.
             tokens: the token that follows each row, as embeddings [R, H] or as products.
             position_ids: int64 [R], RoPE positions.
-            keys: those of `prefill`.
+            keys: `step_keys` of the same.
 
         Returns:
             The decoder's output before the final norm [R, H].

@@ -134,7 +134,7 @@ class GroupedQueryAttention(AttentionModule):
     def query(self, x: Tensor, cos: Tensor, sin: Tensor, tokens: TokenProjection | None = None) -> Tensor:
         return rotate(self.q_norm(self._heads(self.q_proj, x, tokens)), cos, sin)
 
-    def key_value(
+    def compressed(
         self, x: Tensor, cos: Tensor, sin: Tensor, tokens: Sequence[TokenProjection] | None = None
     ) -> tuple[Tensor, Tensor]:
         key_tokens, value_tokens = tokens or (None, None)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from eagle31.kernels.elementwise import GatedLinear, RMSNorm
 from eagle31.kernels.split_linear import TokenProjection
-from eagle31.model.attention import Attend, LayerKeys
+from eagle31.model.attention import Attend, AttentionModule, LayerKeys
 from eagle31.model.config import DrafterConfig
 
 
@@ -46,7 +46,7 @@ class DrafterLayer(nn.Module):
         self.input_layernorm = RMSNorm(width, eps=eps)
         if self.reads_embedding:
             self.hidden_norm = RMSNorm(width, eps=eps)
-        self.self_attn = config.attention.module(config, self.reads_embedding)
+        self.self_attn: AttentionModule = config.attention.module(config, self.reads_embedding)
         self.post_attention_layernorm = RMSNorm(width, eps=eps)
         self.mlp = MLP(config)
 
@@ -80,12 +80,12 @@ class DrafterLayer(nn.Module):
             x, residual, cos, sin = x[query_index], residual[query_index], cos[query_index], sin[query_index]
         return self._output(x, residual, (cos, sin), projections, attend, keys), keys
 
-    def key_value(
+    def compressed(
         self, state: Tensor, tokens: Tensor | LayerTokens, rotation: tuple[Tensor, Tensor]
-    ) -> LayerKeys:
-        """Compute the keys and values alone; the arguments are those of `step`."""
+    ) -> tuple[Tensor, Tensor]:
+        """Compute what `self_attn.expanded` reads alone; the arguments are those of `step`."""
         x, _, projections = self._attention_input(state, tokens)
-        return LayerKeys(*self.self_attn.key_value(x, *rotation, projections.key_value))
+        return self.self_attn.compressed(x, *rotation, projections.key_value)
 
     def output(
         self,

@@ -169,6 +169,8 @@ class LatentAttention(AttentionModule):
     Values are narrower than keys.
     """
 
+    compresses = True
+
     def __init__(self, config: "DrafterConfig", reads_embedding: bool) -> None:
         super().__init__()
         shape, num_heads, width = config.attention, config.num_attention_heads, config.hidden_size
@@ -200,16 +202,21 @@ class LatentAttention(AttentionModule):
         plain, turned = query.unflatten(-1, (self.num_heads, -1)).split(self.key_widths, dim=-1)
         return torch.cat((plain, rotate_pairs(turned, cos, sin)), dim=-1)
 
-    def key_value(
+    def compressed(
         self, x: Tensor, cos: Tensor, sin: Tensor, tokens: Sequence[TokenProjection] | None = None
     ) -> tuple[Tensor, Tensor]:
+        """Return the normed latent and the rotated key that all heads share."""
         (token_products,) = tokens or (None,)
         latent, turned = project(self.kv_a_proj_with_mqa, x, token_products).split(self.latent_widths, dim=-1)
-        expanded = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self.num_heads, -1))
-        plain, value = expanded.split(self.value_widths, dim=-1)
-        turned = rotate_pairs(turned.unsqueeze(1), cos, sin).expand(-1, self.num_heads, -1)
+        return self.kv_a_layernorm(latent), rotate_pairs(turned.unsqueeze(1), cos, sin)
+
+    def expanded(self, compressed: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        latent, turned = compressed
+        products = self.kv_b_proj(latent).unflatten(-1, (self.num_heads, -1))
+        plain, value = products.split(self.value_widths, dim=-1)
         # A copy, so that attention does not keep the full expanded product for its backward pass.
-        return torch.cat((plain, turned), dim=-1), value.contiguous()
+        keys = torch.cat((plain, turned.expand(-1, self.num_heads, -1)), dim=-1)
+        return keys, value.contiguous()
 
     def output(self, attended: Tensor) -> Tensor:
         return self.o_proj(attended.flatten(1))

@@ -5,6 +5,10 @@ depend on nothing but them. So the keys of the whole row are computed first, wit
 of rows is rolled out and differentiated, which adds to the gradients of the keys, and its graph is dropped.
 Last, the keys are computed once more, a part at a time, and their gradients go through them.
 
+Ranks can share a row in this way. Each computes a part of the keys, and all gather them; for MLA what is
+gathered are the latents, from which each makes the keys. Each rolls a part of the drafts out. Then the keys'
+gradients are summed over the ranks, and each goes on with those of its part.
+
 All of this is the forward pass of one autograd function, which keeps the weights' gradients; so to DeepSpeed
 it is one module with one backward pass, however many chunks a rank has.
 """
@@ -13,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -20,22 +25,30 @@ from eagle31.kernels.elementwise import widened
 from eagle31.model.attention import LayerKeys
 from eagle31.model.drafter import Drafter
 from eagle31.training.batch import PackedBatch
-from eagle31.training.rollout import Prefill, prefill
-from eagle31.training.schedule import ChunkSchedule, RolloutSchedule
+from eagle31.training.rollout import prefill
+from eagle31.training.schedule import ChunkSchedule, RolloutSchedule, keys_of_share
 
 # The loss of a chunk and its sums, from the states at its rows and the keys of all rows.
 ChunkLoss: TypeAlias = Callable[[ChunkSchedule, Tensor, list[LayerKeys]], tuple[Tensor, Tensor]]
 
 
 def in_chunks(
-    drafter: Drafter, embed_tokens: Tensor, batch: PackedBatch, schedule: RolloutSchedule, loss_of: ChunkLoss
+    drafter: Drafter,
+    embed_tokens: Tensor,
+    batch: PackedBatch,
+    schedule: RolloutSchedule,
+    loss_of: ChunkLoss,
+    row_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of the chunks' losses, and of their sums.
 
     Gradients of weights and keys are added up in float32 or wider.
+
+    Args:
+        row_group: the ranks that share the row, which all call with a drafter of one layer.
     """
     weights = list(_weights(drafter))
-    row = _Row(drafter, embed_tokens, batch, schedule, weights, loss_of)
+    row = _Row(drafter, embed_tokens, batch, schedule, weights, loss_of, row_group)
     return _InChunks.apply(row, *weights)
 
 
@@ -62,7 +75,10 @@ class _InChunks(torch.autograd.Function):
 
 
 class _Row:
-    """One row's loss and the gradients of the weights."""
+    """One row's loss and the gradients of the weights.
+
+    Tensors of all key rows have some more rows where ranks share the row, so that each has as many.
+    """
 
     def __init__(
         self,
@@ -72,14 +88,24 @@ class _Row:
         schedule: RolloutSchedule,
         weights: Sequence[Tensor],
         loss_of: ChunkLoss,
+        row_group: dist.ProcessGroup | None,
     ) -> None:
         self.drafter, self.embed_tokens, self.batch = drafter, embed_tokens, batch
         self.schedule, self.weights, self.loss_of = schedule, weights, loss_of
+        self.group = row_group
+        self.attention = drafter.decoder_layers[-1].self_attn
+        self.num_keys = self.num_rows = len(schedule.key_rows)
+        if row_group is not None:
+            assert len(drafter.layers) == 1
+            self.num_rows = row_group.size() * keys_of_share(self.num_keys, row_group.size())
         self.grads: list[Tensor | None] = [None] * len(weights)
 
     def run(self) -> tuple[Tensor, Tensor]:
-        parts = list(self._parts())
-        state, *keys = self._prefilled(parts)
+        own, every = list(self._parts(self.schedule.key_part)), list(self._parts(slice(0, self.num_keys)))
+        state, *before, key, value = self._gathered(self._at_rows(own, self._prefilled))
+        keys = [*before, key, value]
+        if self.attention.compresses:
+            keys[-2:] = self._at_rows(every, lambda part: self.attention.expanded((key[part], value[part])))
         grad_state = torch.zeros_like(state)
         grad_keys = [torch.zeros_like(x, dtype=widened(x.dtype)) for x in keys]
         totals, sums = [], []
@@ -88,33 +114,71 @@ class _Row:
             totals.append(total)
             sums.append(of_chunk)
         del state, keys
-        for part in parts:
+        if self.attention.compresses:
+            grad_keys[-2:] = self._through_expansion(every, key, value, grad_keys[-2:])
+        offset, grads = self.schedule.key_part.start, self._summed([grad_state, *grad_keys])
+        for part in own:
             with torch.enable_grad():
-                outputs = _tensors(self._prefill(part))
-            grads = [grad_state[part], *(x[part].to(grad_state.dtype) for x in grad_keys)]
-            self._add(torch.autograd.grad(outputs, self.weights, grads, allow_unused=True))
+                outputs = self._prefilled(part)
+            of_part = [x[part.start - offset : part.stop - offset].to(grad_state.dtype) for x in grads]
+            self._add(torch.autograd.grad(outputs, self.weights, of_part, allow_unused=True))
         return torch.stack(totals).sum(), torch.stack(sums).sum(0)
 
-    def _prefill(self, part: slice) -> Prefill:
-        return prefill(self.drafter, self.embed_tokens, self.batch, self.schedule, part)
-
-    def _parts(self) -> Iterator[slice]:
-        """Yield parts of the key rows that are as large as a chunk; one where each row needs the others."""
-        num_rows, size = max(len(self.schedule.key_rows), 1), self.schedule.chunk_rows
+    def _parts(self, rows: slice) -> Iterator[slice]:
+        """Yield parts of key rows that are as large as a chunk; one where each row needs the others."""
+        size = self.schedule.chunk_rows
         if size is None or len(self.drafter.layers) > 1:
-            size = num_rows
-        for start in range(0, num_rows, size):
-            yield slice(start, start + size)
+            size = max(self.num_keys, 1)
+        for start in range(rows.start, max(rows.stop, rows.start + 1), size):
+            yield slice(start, min(start + size, rows.stop))
 
-    def _prefilled(self, parts: Sequence[slice]) -> list[Tensor]:
-        """Return the state and each layer's keys and values at all key rows, without a graph."""
+    def _prefilled(self, part: slice) -> list[Tensor]:
+        """Return the state, keys and values of layers before the last, and the last one's compressed ones."""
+        found = prefill(self.drafter, self.embed_tokens, self.batch, self.schedule, part)
+        before = (x for layer in found.keys for x in (layer.keys, layer.values))
+        return [found.state, *before, *found.compressed]
+
+    def _at_rows(self, parts: Sequence[slice], function: Callable[[slice], Sequence[Tensor]]) -> list[Tensor]:
+        """Return tensors of all key rows, which have at these parts what the function returns for them."""
         whole: list[Tensor] = []
         for part in parts:
-            found = _tensors(self._prefill(part))
-            whole = whole or [x.new_empty(len(self.schedule.key_rows), *x.shape[1:]) for x in found]
+            found = function(part)
+            whole = whole or [x.new_empty(self.num_rows, *x.shape[1:]) for x in found]
             for x, rows in zip(whole, found, strict=True):
                 x[part] = rows
         return whole
+
+    def _gathered(self, found: list[Tensor]) -> list[Tensor]:
+        """Fill in the other ranks' rows."""
+        if self.group is not None:
+            for x in found:
+                dist.all_gather_into_tensor(x, x.chunk(self.group.size())[self.group.rank()], self.group)
+        return found
+
+    def _summed(self, grads: list[Tensor]) -> list[Tensor]:
+        """Return the sums over the ranks at this rank's rows."""
+        if self.group is None:
+            return grads
+        own = [x.new_empty(len(x) // self.group.size(), *x.shape[1:]) for x in grads]
+        for share, x in zip(own, grads, strict=True):
+            dist.reduce_scatter_tensor(share, x, group=self.group)
+        return own
+
+    def _through_expansion(
+        self, parts: Sequence[slice], key: Tensor, value: Tensor, grads: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return the gradients of the compressed keys and values from those of the expanded ones."""
+        found = [torch.zeros_like(x, dtype=widened(x.dtype)) for x in (key, value)]
+        for part in parts:
+            leaves = key[part].requires_grad_(), value[part].requires_grad_()
+            with torch.enable_grad():
+                outputs = self.attention.expanded(leaves)
+            of_part = [grad[part].to(key.dtype) for grad in grads]
+            found[0][part], found[1][part], *of_weights = torch.autograd.grad(
+                outputs, [*leaves, *self.weights], of_part, allow_unused=True
+            )
+            self._add(of_weights)
+        return found
 
     def _chunk(
         self,
@@ -126,10 +190,14 @@ class _Row:
     ) -> tuple[Tensor, Tensor]:
         """Differentiate a chunk's loss; return it and its sums. Attention adds to the keys' gradients."""
         leaf = state[chunk.query_index].requires_grad_()
-        of_layers = zip(keys[::2], keys[1::2], grad_keys[::2], grad_keys[1::2], strict=True)
+        key, value, of_key, of_value = (
+            [x[: self.num_keys] for x in found]
+            for found in (keys[::2], keys[1::2], grad_keys[::2], grad_keys[1::2])
+        )
         with torch.enable_grad():
             layers = [
-                LayerKeys(key, value, sums=(of_key, of_value)) for key, value, of_key, of_value in of_layers
+                LayerKeys(*of_layer[:2], sums=of_layer[2:])
+                for of_layer in zip(key, value, of_key, of_value, strict=True)
             ]
             total, sums = self.loss_of(chunk, leaf, layers)
         of_rows, *found = torch.autograd.grad(total, [leaf, *self.weights], allow_unused=True)
@@ -146,10 +214,6 @@ class _Row:
                 self.grads[index] = grad.to(widened(grad.dtype), copy=True)
             else:
                 before += grad
-
-
-def _tensors(found: Prefill) -> list[Tensor]:
-    return [found.state, *(x for layer in found.keys for x in (layer.keys, layer.values))]
 
 
 def _weights(drafter: nn.Module) -> Iterator[Tensor]:

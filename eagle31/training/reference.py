@@ -37,8 +37,9 @@ def reference_rollout(
     attend_rows, attend = attention or _plain_attention(drafter, batch, rows)
     embeds = F.embedding(next_ids, embed_tokens)
     fused = drafter.fuse(batch.aux_hidden_states)
-    state, keys = drafter.prefill(fused, embeds, batch.position_ids, attend_rows)
-    output = drafter.first_step(state[rows], embeds[rows], batch.position_ids[rows], attend, keys)
+    found = drafter.prefill(fused, embeds, batch.position_ids, attend_rows)
+    keys = drafter.step_keys(found)
+    output = drafter.first_step(found.state[rows], embeds[rows], batch.position_ids[rows], attend, keys)
     state = output
     for step in range(num_steps):
         if step:

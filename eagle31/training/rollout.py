@@ -14,17 +14,10 @@ from eagle31.kernels.split_linear import TokenProjection
 from eagle31.kernels.tiled_attention import FlashKernel, Kernel, PlainKernel, TiledBlock, TileMasks
 from eagle31.model.attention import Attend, LayerKeys
 from eagle31.model.config import DrafterConfig
-from eagle31.model.drafter import Drafter
+from eagle31.model.drafter import Drafter, Prefill
 from eagle31.model.layer import LayerTokens
 from eagle31.training.batch import PackedBatch, captured_rows
 from eagle31.training.schedule import ChunkSchedule, RolloutSchedule, schedule_rollout
-
-
-class Prefill(NamedTuple):
-    """What drafts read of the captured states at S key rows."""
-
-    state: Tensor  # [S, H], enters the last layer
-    keys: list[LayerKeys]  # of step 0, for each layer
 
 
 def rollout(
@@ -50,10 +43,9 @@ def scheduled_rollout(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Roll the rows of a schedule of one chunk out; see `chunk_rollout`."""
     (chunk,) = schedule.chunks
-    state, keys = prefill(drafter, embed_tokens, batch, schedule)
-    yield from chunk_rollout(
-        drafter, embed_tokens, batch, chunk, state[chunk.query_index], keys, schedule.longest_document
-    )
+    found = prefill(drafter, embed_tokens, batch, schedule)
+    state, keys = found.state[chunk.query_index], drafter.step_keys(found)
+    yield from chunk_rollout(drafter, embed_tokens, batch, chunk, state, keys, schedule.longest_document)
 
 
 def prefill(
@@ -76,7 +68,7 @@ def prefill(
     if len(drafter.layers) > 1:
         attend = _attend(key_block(schedule, drafter.config, embed_tokens), drafter.config.sliding_window)
     tokens = F.embedding(next_ids, embed_tokens)
-    return Prefill(*drafter.prefill(drafter.fuse(captured), tokens, batch.position_ids[rows], attend))
+    return drafter.prefill(drafter.fuse(captured), tokens, batch.position_ids[rows], attend)
 
 
 def chunk_rollout(
@@ -95,7 +87,7 @@ def chunk_rollout(
 
     Args:
         state: [R, H], of `prefill` at the chunk's rows.
-        keys: those of `prefill`, at all key rows.
+        keys: `Drafter.step_keys`, of all key rows.
         longest_document: `RolloutSchedule.longest_document`.
 
     Yields:

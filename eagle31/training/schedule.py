@@ -16,12 +16,13 @@ that are supervised, each with the index j = t+1+k of the token that it reads an
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from eagle31.kernels.query_run import QueryRun, query_runs, segment_starts
+from eagle31.kernels.query_run import QueryRun, document_starts, query_runs, segment_starts
 from eagle31.kernels.transfer import to_device
 
 
@@ -58,6 +59,7 @@ class RolloutSchedule:
     document_runs: tuple[QueryRun, ...]  # every key row as a query
     chunks: tuple[ChunkSchedule, ...]  # at least one
     chunk_rows: int | None  # rows of a chunk; None where one chunk has all
+    key_part: slice  # the key rows that this rank computes, all of them unless ranks share the row
     weight: float = 1.0  # of the loss: how many supervised rows each stands for
 
     @property
@@ -86,6 +88,21 @@ class RolloutSchedule:
         return replace(whole, chunks=tuple(chunks))
 
 
+class RowShare(NamedTuple):
+    """What one of the ranks that share a row computes of it."""
+
+    key_part: slice  # of the key rows
+    drafts: slice  # of the rows that are rolled out
+
+
+class DraftCosts(NamedTuple):
+    """What the drafts of a row cost, in any unit."""
+
+    row: float  # of its products
+    pair: float  # of its attention to one key of step 0
+    window: int | None  # the most keys that it reads
+
+
 # What a device reads of each.
 _TENSORS = {
     RolloutSchedule: ("key_rows",),
@@ -101,6 +118,7 @@ def schedule_rollout(
     key_reach: int | None = None,
     chunk_rows: int | None = None,
     weight: float = 1.0,
+    share: RowShare | None = None,
 ) -> RolloutSchedule:
     """Schedule the rollout of the supervised (row, step) pairs.
 
@@ -111,15 +129,15 @@ def schedule_rollout(
         key_reach: `DrafterConfig.key_reach`; None keeps the keys of all rows before a query.
         chunk_rows: rows that are rolled out together; None for all.
         weight: of the loss.
+        share: what this rank computes of the row; None for all.
     """
     rows = [torch.nonzero(column).squeeze(1) for column in supervised.unbind(1)]
     key_rows = needed_key_rows(rows[0], document_ids, key_reach)
+    share = share or RowShare(slice(0, len(key_rows)), slice(0, len(rows[0])))
     starts = segment_starts(key_rows, document_ids)
     chunks = []
-    for piece in rows[0].split(chunk_rows or max(len(rows[0]), 1)):
-        first, last = (int(piece[0]), int(piece[-1])) if len(piece) else (0, -1)
-        of_chunk = [step[(step >= first) & (step <= last)] for step in rows]
-        chunks.append(_schedule_chunk(of_chunk, key_rows, starts))
+    for piece in rows[0][share.drafts].split(chunk_rows or max(len(rows[0]), 1)):
+        chunks.append(_schedule_chunk(_between(rows, piece), key_rows, starts))
     schedule = RolloutSchedule(
         key_rows=key_rows,
         key_rows_host=key_rows,
@@ -127,13 +145,61 @@ def schedule_rollout(
         chunks=tuple(chunks),
         chunk_rows=chunk_rows,
         weight=weight,
+        key_part=share.key_part,
     )
     return schedule if device is None else schedule.to(device)
 
 
+def row_shares(
+    supervised: Tensor, document_ids: Tensor, key_reach: int | None, costs: DraftCosts, num_shares: int
+) -> list[RowShare]:
+    """Divide a row among ranks: each has as many keys, and drafts that cost about the same.
+
+    Args:
+        supervised, document_ids, key_reach: those of `schedule_rollout`.
+    """
+    rows = torch.nonzero(supervised[:, 0]).squeeze(1)
+    num_keys = len(needed_key_rows(rows, document_ids, key_reach))
+    read = rows - document_starts(document_ids)[rows] + 1
+    if costs.window is not None:
+        read = read.clamp(max=costs.window)
+    spent = (costs.row + costs.pair * read.double()).cumsum(0)
+    total = float(spent[-1]) if len(rows) else 0.0
+    ends = torch.searchsorted(spent, total * torch.arange(1, num_shares) / num_shares).tolist()
+    size = keys_of_share(num_keys, num_shares)
+    return [
+        RowShare(slice(min(index * size, num_keys), min((index + 1) * size, num_keys)), slice(start, end))
+        for index, (start, end) in enumerate(pairwise([0, *ends, len(rows)]))
+    ]
+
+
+def keys_of_share(num_keys: int, num_shares: int) -> int:
+    """Return the key rows of each share; the last ones may have fewer."""
+    return max(1, -(-num_keys // num_shares))
+
+
+def needed_states(
+    supervised: Tensor, document_ids: Tensor, key_reach: int | None, share: RowShare
+) -> tuple[Tensor, Tensor]:
+    """Return the rows of the aux and of the final hidden states that a share reads, int64, ascending."""
+    rows = [torch.nonzero(column).squeeze(1) for column in supervised.unbind(1)]
+    key_rows = needed_key_rows(rows[0], document_ids, key_reach)
+    return key_rows[share.key_part], _teacher_rows(_between(rows, rows[0][share.drafts]))
+
+
+def _between(rows: Sequence[Tensor], piece: Tensor) -> list[Tensor]:
+    """Return each step's rows from the first to the last of a piece of step 0's."""
+    first, last = (int(piece[0]), int(piece[-1])) if len(piece) else (0, -1)
+    return [step[(step >= first) & (step <= last)] for step in rows]
+
+
+def _teacher_rows(rows: Sequence[Tensor]) -> Tensor:
+    return torch.cat([step_rows + 1 + step for step, step_rows in enumerate(rows)]).unique()
+
+
 def _schedule_chunk(rows: Sequence[Tensor], key_rows: Tensor, starts: Tensor) -> ChunkSchedule:
     """Schedule the rollout of `rows`, int64 [R_k] for each step, among the keys that all chunks read."""
-    teacher_rows = torch.cat([step_rows + 1 + step for step, step_rows in enumerate(rows)]).unique()
+    teacher_rows = _teacher_rows(rows)
     steps = []
     for step, step_rows in enumerate(rows):
         teacher_index = torch.searchsorted(teacher_rows, step_rows + 1 + step)

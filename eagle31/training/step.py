@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from eagle31.kernels.elementwise import widened
@@ -77,6 +78,7 @@ def rollout_loss(
     with_metrics: bool = True,
     schedule: RolloutSchedule | None = None,
     logit_rows: int | None = None,
+    row_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, DepthSums]:
     """Return the unnormalised loss of one micro-batch: sum over steps k of the rows' weighted losses.
 
@@ -91,6 +93,8 @@ def rollout_loss(
             `chunk_rows` the captured states may be on the CPU, in any dtype.
         logit_rows: rows of draft logits held at once. None keeps them with their teacher's logits near
             `CHUNK_LOGITS`, whatever the vocabularies are.
+        row_group: the ranks that share the row, each with the schedule of its `RowShare`. Each returns the
+            loss of its drafts and has the gradients that it computes; their sums are those of the row.
 
     Returns:
         The scalar loss, and the sums per step.
@@ -113,10 +117,11 @@ def rollout_loss(
         return total, torch.cat((sums, torch.stack(norms).to(sums).unsqueeze(0)))
 
     if schedule.chunk_rows is not None:
-        total, sums = in_chunks(drafter, frozen.embed_tokens, batch, schedule, loss_of)
+        total, sums = in_chunks(drafter, frozen.embed_tokens, batch, schedule, loss_of, row_group)
     else:
-        state, keys = prefill(drafter, frozen.embed_tokens, batch, schedule)
-        total, sums = loss_of(schedule.chunks[0], state[schedule.chunks[0].query_index], keys)
+        (chunk,) = schedule.chunks
+        found = prefill(drafter, frozen.embed_tokens, batch, schedule)
+        total, sums = loss_of(chunk, found.state[chunk.query_index], drafter.step_keys(found))
     num_rows, loss, agreement, expected, weighted, norm = sums * schedule.weight
     return total * schedule.weight, DepthSums(num_rows, loss, agreement, expected, norm, weighted)
 

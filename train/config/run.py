@@ -91,6 +91,7 @@ def check(config: RunConfig) -> None:
     check_vllm(config.vllm)
     check_deepspeed(config.deepspeed)
     check_lengths(config)
+    check_sharing(config)
     if config.target.engine is TargetEngine.vllm:
         check_temperatures(
             {
@@ -161,3 +162,16 @@ def check_lengths(config: RunConfig) -> None:
     if config.evaluate.max_new_tokens >= row_tokens:
         remedy = f"Prompt and completion must fit a row: lower it, or raise train.row_tokens ({row_tokens})."
         raise UserError("evaluate.max_new_tokens", config.evaluate.max_new_tokens, remedy)
+
+
+def check_sharing(config: RunConfig) -> None:
+    """Raise UserError for rows that processes cannot share."""
+    train, num_layers = config.train, config.drafter.num_hidden_layers
+    if train.row_ranks == 1:
+        return
+    if train.rollout_chunk is None:
+        remedy = "Only rows in chunks can be shared; give train.rollout_chunk, such as 4096."
+        raise UserError("train.row_ranks", train.row_ranks, remedy)
+    if num_layers > 1:
+        remedy = f"With drafter.num_hidden_layers={num_layers}, keys depend on the rows before them; give 1."
+        raise UserError("train.row_ranks", train.row_ranks, remedy)

@@ -94,6 +94,12 @@ class TrainConfig:
         "for those left out, so its expectation is the same, and the time of a row is bounded. null: all.",
         ge=1,
     )
+    row_ranks: int = setting(
+        1,
+        "Processes that share each row, for steps of few long rows. More than 1 needs rollout_chunk and a "
+        "drafter of one layer.",
+        ge=1,
+    )
     row_tokens: int = setting(2048, "Length of a packed row in tokens; the longest sample must fit.", ge=1)
     rows_per_step: int = setting(8, "Packed rows of one optimizer step, over all ranks.", ge=1)
     max_steps: int | None = setting(None, "Number of optimizer steps. null: num_epochs decides.", ge=1)

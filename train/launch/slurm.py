@@ -149,7 +149,7 @@ def check_job(job: Job, config: RunConfig, resumes: bool) -> None:
         raise UserError("--servers-per-node", job.servers_per_node, "It must be at least 1.")
     if not resumes:
         size = job.num_trainers * job.num_processes
-        check_divisible(config.train.rows_per_step, size)
+        check_divisible(config.train.rows_per_step, size, config.train.row_ranks)
     if not job.target_nodes:
         return
     vllm = config.vllm

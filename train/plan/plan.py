@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from data.batches.loader import check_divisible
 from data.target.architecture import active_intermediate_size, expert_intermediate_size
 from eagle31.errors import UserError
 from eagle31.model.config import DrafterConfig
@@ -206,10 +207,11 @@ def _planned(sizes: RunSizes, world: World) -> Iterator[Cluster]:
 
 
 def _rows_refusal(config: RunConfig, cluster: Cluster) -> str | None:
-    rows = config.train.rows_per_step
-    if rows % cluster.num_ranks == 0:
-        return None
-    return f"train.rows_per_step={rows}: It must be a multiple of the {cluster.num_ranks} training processes."
+    try:
+        check_divisible(config.train.rows_per_step, cluster.num_ranks, config.train.row_ranks)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _shortages(

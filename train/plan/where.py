@@ -230,9 +230,10 @@ class InTorchSpec(WhereTargetRuns):
     def divided(self, num_nodes: int, gpus: int, gpu_bytes: int | None) -> Cluster:
         targets = num_nodes // 2
         free = gpus if targets else max(1, gpus - self._num_gpus)
-        processes = next(
-            count for count in range(free, 0, -1) if self.config.train.rows_per_step % count == 0
-        )
+        train = self.config.train
+        groups = free // train.row_ranks
+        groups = next((count for count in range(groups, 0, -1) if train.rows_per_step % count == 0), 1)
+        processes = groups * train.row_ranks
         return Cluster(num_nodes - targets, gpus, processes, gpu_bytes, targets)
 
     def servers(self, cluster: Cluster) -> ServerPlacement | None:

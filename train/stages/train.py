@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from data.batches.device_rows import DeviceRows
-from data.batches.loader import RowPosition, check_divisible, check_enough
+from data.batches.loader import RowPosition, check_divisible, check_enough, check_groups
 from data.batches.row_order import pack_epoch
 from data.capture.tokens import dataset_lengths
 from data.samples import HiddenStateSource
@@ -29,6 +29,7 @@ from train.stages.training.building import (
     row_flops,
     row_loader,
     sample_names,
+    shared_rows,
     step_dtype,
 )
 from train.stages.training.continuing import chosen_optim, keep_vocab, prepared, training_inputs
@@ -37,7 +38,7 @@ from train.stages.vocab import load_projected, load_vocab
 from train.stop import stop_reasons, time_limit
 from train.tracking import open_tracker
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
-from train.trainer.engine import ensure_process_group, release_memory
+from train.trainer.engine import ensure_process_group, release_memory, row_groups
 from train.trainer.learning_rate import LearningRate
 from train.trainer.loop import LoopSettings, TrainingLoop
 from train.trainer.metrics import Speed
@@ -74,13 +75,15 @@ def train_on(
     config, world, artifacts = context.config, context.world, context.artifacts
     optim, train_data = chosen_optim(config, context.drafter), training_samples(artifacts[Stage.data])
     engines = context.capturing if config.capture.mode is CaptureMode.online else None
-    ensure_process_group(0.0 if engines is None else engines.patience_seconds)
+    wait_seconds = 0.0 if engines is None else engines.patience_seconds
+    ensure_process_group(wait_seconds)
     on_main_first(world.is_main, lambda: keep_vocab(artifacts[Stage.vocab], directory))
     vocab, projected = load_vocab(artifacts[Stage.vocab]), load_projected(directory)
     drafter, frozen = new_drafter(config, context.drafter, vocab, projected, world.device)
     tensors = {name: list(weight.shape) for name, weight in drafter.named_parameters()}
     speed = expected_speed(config, world, drafter.config, tensors)
-    engine = new_engine(config, optim, world, drafter, frozen)
+    groups = row_groups(config.train.row_ranks, wait_seconds)
+    engine = new_engine(config, optim, world, drafter, frozen, groups)
     checkpoints = CheckpointDirectory(directory / "checkpoints", config.train.keep_checkpoints, world)
     state = prepared(checkpoints.resume(engine), artifacts, config.evaluate.draft_tokens)
     begin = RowPosition(state.step, state.epoch, state.row)
@@ -108,6 +111,7 @@ def train_on(
         key_reach=drafter.config.key_reach,
         chunk_rows=config.train.rollout_chunk,
         max_drafts=config.train.max_drafts_per_row,
+        shared=shared_rows(config, drafter.config, groups),
         flops_of=row_flops(config, drafter.config) if speed.peak_flops is not None else None,
     )
     try:
@@ -202,13 +206,14 @@ def check_ranks(config: RunConfig, size: int) -> None:
     Raises:
         UserError: the rows cannot be divided equally, and there is no training to resume.
     """
+    check_groups(size, config.train.row_ranks)
     try:
-        check_divisible(config.train.rows_per_step, size)
+        check_divisible(config.train.rows_per_step, size, config.train.row_ranks)
     except UserError as error:
         if not has_trained(Path(config.output_dir)):
             raise
         print(
             f"train: the {error.value} rows of a step cannot be divided equally among {size} processes: "
-            f"{-error.value % size} more rows are empty",  # type: ignore[operator]
+            f"{-error.value % (size // config.train.row_ranks)} more rows are empty",  # type: ignore[operator]
             flush=True,
         )

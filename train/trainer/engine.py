@@ -14,7 +14,7 @@ import io
 import os
 from contextlib import AbstractContextManager, redirect_stdout
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -51,6 +51,7 @@ class TrainedModule(nn.Module):
         num_steps: int,
         step_decay: float,
         objective: Loss = Loss.kl,
+        row_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self.drafter = drafter
@@ -58,6 +59,7 @@ class TrainedModule(nn.Module):
         self.num_steps = num_steps
         self.step_decay = step_decay
         self.objective = objective
+        self.row_group = row_group  # the ranks that share rows
         self._without_hooks = DrafterWithoutHooks(drafter)
         self.gathers_all = False  # whether the model engine partitions the weights, at ZeRO 3
 
@@ -74,6 +76,7 @@ class TrainedModule(nn.Module):
             objective=self.objective,
             with_metrics=with_metrics,
             schedule=schedule,
+            row_group=self.row_group,
         )
 
     def hits(self, batch: PackedBatch, num_steps: int) -> tuple[Tensor, Tensor]:
@@ -236,7 +239,7 @@ def ensure_process_group(wait_seconds: float = 0.0) -> None:
     Args:
         wait_seconds: how long a rank may wait for states while the others wait for it.
     """
-    timeout = timedelta(minutes=TIMEOUT_MINUTES, seconds=wait_seconds)
+    timeout = _timeout(wait_seconds)
     # At the time limit PyTorch's flight recorder writes which operations each rank has begun.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
@@ -254,6 +257,32 @@ def ensure_process_group(wait_seconds: float = 0.0) -> None:
         if alone:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout)
+
+
+class RowGroups(NamedTuple):
+    """The ranks that share rows with this one."""
+
+    on_device: dist.ProcessGroup
+    on_host: dist.ProcessGroup
+
+
+def row_groups(row_ranks: int, wait_seconds: float = 0.0) -> RowGroups | None:
+    """Divide the ranks into groups that share rows; None where each has its own. Every rank calls.
+
+    Args:
+        wait_seconds: that of `ensure_process_group`.
+    """
+    if row_ranks == 1:
+        return None
+    groups = (
+        dist.new_subgroups(row_ranks, backend=backend, timeout=_timeout(wait_seconds))[0]
+        for backend in (dist.get_backend(), "gloo")
+    )
+    return RowGroups(*groups)
+
+
+def _timeout(wait_seconds: float) -> timedelta:
+    return timedelta(minutes=TIMEOUT_MINUTES, seconds=wait_seconds)
 
 
 class DrafterWithoutHooks:

@@ -17,9 +17,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from data.batches.device_rows import DeviceRows, StepRows
 from data.batches.loader import RowLoader
-from data.samples import CapturedSample
+from data.batches.shared_rows import SharedRows
+from data.samples import CapturedSample, StateShape
+from eagle31.training.schedule import DraftCosts
 from eagle31.training.teacher_forced import greedy_hits
 from tests.eagle31.tiny import random_batch, tiny_config
+from tests.eagle31.training.shared_worker import shared_gradients
 from tests.train.trainer.tiny_engines import (
     LR,
     MATRIX_LR,
@@ -31,10 +34,7 @@ from tests.train.trainer.tiny_engines import (
 from train.distributed import World, leave_process_group, sum_over_ranks, wait_for_ranks
 from train.tracking import flatten_metrics
 from train.trainer import engine as engine_module
-from train.trainer.engine import (
-    ensure_process_group,
-    full_state,
-)
+from train.trainer.engine import RowGroups, ensure_process_group, full_state, row_groups
 from train.trainer.engine_state import master_weights
 from train.trainer.loop import optimizer_step
 from train.trainer.matrices import is_matrix
@@ -102,6 +102,7 @@ def losses_at(
     matrix_lr: float | None = None,
     *,
     offload: bool = False,
+    groups: RowGroups | None = None,
 ) -> dict:
     source = random_source()
     loader = RowLoader(
@@ -109,12 +110,15 @@ def losses_at(
         costs=[float(sample.loss_mask.sum()) for sample in source.samples],
         row_tokens=ROW_TOKENS,
         rows_per_step=ROWS_PER_STEP,
-        rank=world.rank,
-        world_size=world.size,
+        rank=0 if groups else world.rank,
+        world_size=1 if groups else world.size,
         seed=0,
+        reader=world.rank if groups else 0,
+        num_readers=world.size if groups else 1,
     )
-    model_engine = new_engine(zero_stage, bf16, world, matrix_lr, offload=offload)
+    model_engine = new_engine(zero_stage, bf16, world, matrix_lr, offload=offload, groups=groups)
     dtype = torch.bfloat16 if bf16 else torch.float32
+    shape = StateShape.of(source.samples[0].aux_hidden_states)
     in_chunks = world.size > 1 and matrix_lr is None and not bf16
     rows = DeviceRows(
         loader,
@@ -124,6 +128,7 @@ def losses_at(
         stop_step=NUM_STEPS + 1,
         # What they are compared with, one process, rolls out whole rows.
         chunk_rows=7 if in_chunks else None,
+        shared=groups and SharedRows(groups.on_host, shape, None, DraftCosts(1.0, 0.01, None)),
     )
     losses, norms, stops = [], [], []
     for step in range(NUM_STEPS):
@@ -192,6 +197,12 @@ def main() -> None:
     results |= {f"bf16-zero{stage}": losses_at(stage, True, world) for stage in bf16}
     results |= {f"muon-zero{stage}": losses_at(stage, False, world, matrix_lr=MATRIX_LR) for stage in muon}
     if world.size > 1:
+        groups = row_groups(world.size)
+        assert groups is not None
+        results["shared gradients"] = shared_gradients(groups.on_device)
+        results |= {
+            f"shared-zero{stage}": losses_at(stage, False, world, groups=groups) for stage in (1, 2, 3)
+        }
         results["muon-bf16-offload-zero3"] = losses_at(3, True, world, matrix_lr=MATRIX_LR, offload=True)
     if world.is_main:
         Path(sys.argv[1]).write_text(json.dumps(results))

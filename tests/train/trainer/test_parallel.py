@@ -44,6 +44,26 @@ def test_two_processes_train_as_one_does(results: dict[int, dict], stage: int) -
         assert run["weights"] == pytest.approx(reference["weights"], rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_processes_that_share_rows_train_as_one_does(results: dict[int, dict], stage: int) -> None:
+    run, reference = results[2][f"shared-zero{stage}"], results[1]["zero0"]
+    assert run["losses"] == pytest.approx(reference["losses"], rel=1e-5)
+    assert run["grad_norms"] == pytest.approx(reference["grad_norms"], rel=1e-4)
+    assert run["weights"] == pytest.approx(reference["weights"], rel=1e-4, abs=1e-4)
+
+
+def test_a_shared_row_has_the_gradients_of_the_whole_row(results: dict[int, dict]) -> None:
+    differences = results[2]["shared gradients"]
+    assert len(differences) == 6
+    assert max(differences.values()) < 1e-10
+
+
+@pytest.mark.full("more processes")
+@pytest.mark.parametrize("num_processes", [4, 8])
+def test_more_processes_share_a_row(num_processes: int) -> None:
+    torchrun("tests/eagle31/training/shared_worker.py", num_processes=num_processes)
+
+
 def test_bf16_reduces_and_accumulates_in_float32(results: dict[int, dict]) -> None:
     # Every micro-batch's gradient is the same bf16 tensor on one rank and on two. So runs differ only in the
     # order of float32 sums; sums in bf16 would differ by up to 2 ** -8.

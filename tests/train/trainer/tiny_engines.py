@@ -7,7 +7,7 @@ import torch
 from tests.data.batches.memory_source import MemorySource, random_sample
 from tests.eagle31.tiny import tiny_config, tiny_drafter
 from train.distributed import World
-from train.trainer.engine import TrainedModule, deepspeed_config, initialize_model_engine
+from train.trainer.engine import RowGroups, TrainedModule, deepspeed_config, initialize_model_engine
 
 ROWS_PER_STEP, ROW_TOKENS = 4, 48
 LR, MATRIX_LR = 1e-2, 3e-2
@@ -30,13 +30,15 @@ def new_engine(
     matrix_lr: float | None = None,
     *,
     offload: bool = False,
+    groups: RowGroups | None = None,
 ) -> Any:
     drafter, frozen = tiny_drafter(tiny_config(), torch.bfloat16 if bf16 else torch.float32)
-    module = TrainedModule(drafter.float(), frozen, num_steps=3, step_decay=0.8)
+    row_group = None if groups is None else groups.on_device
+    module = TrainedModule(drafter.float(), frozen, num_steps=3, step_decay=0.8, row_group=row_group)
     config = deepspeed_config(
         zero_stage=zero_stage,
         bf16=bf16,
-        micro_batches=-(-ROWS_PER_STEP // world.size),
+        micro_batches=ROWS_PER_STEP if groups else -(-ROWS_PER_STEP // world.size),
         world_size=world.size,
         offload_optimizer=offload,
     )

@@ -9,11 +9,12 @@ from datasets import Dataset
 from torch import Tensor
 
 from data.batches.loader import RowLoader, RowPosition
+from data.batches.shared_rows import SharedRows
 from data.capture.tokens import dataset_supervision
 from data.samples import CapturedSample, HiddenStateSource, StateShape
 from data.store import HiddenStateStore
 from eagle31.cost.devices import peak_bf16_flops
-from eagle31.cost.flops import count_step, sample_flops, step_flops
+from eagle31.cost.flops import count_step, draft_costs, sample_flops, step_flops
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
@@ -27,7 +28,7 @@ from train.drafter.build import build_drafter
 from train.drafter.chosen import ChosenDrafter
 from train.plan.memory import trainer_memory, worst_counts
 from train.plan.sizes import trainer_settings
-from train.trainer.engine import TrainedModule, deepspeed_config, initialize_model_engine
+from train.trainer.engine import RowGroups, TrainedModule, deepspeed_config, initialize_model_engine
 from train.trainer.metrics import Speed
 from train.trainer.validation import DriftDiagnosis
 
@@ -59,7 +60,12 @@ def new_drafter(
 
 
 def new_engine(
-    config: RunConfig, optim: OptimConfig, world: World, drafter: Drafter, frozen: FrozenParts
+    config: RunConfig,
+    optim: OptimConfig,
+    world: World,
+    drafter: Drafter,
+    frozen: FrozenParts,
+    groups: RowGroups | None,
 ) -> deepspeed.DeepSpeedEngine:
     """Return the model engine around a drafter before its first step. Every rank calls."""
     assert optim.lr is not None  # from `with_rates`
@@ -69,13 +75,14 @@ def new_engine(
         config.train.ttt_steps,
         config.train.step_decay,
         config.train.loss,
+        groups and groups.on_device,
     )
     return initialize_model_engine(
         module,
         deepspeed_config(
             zero_stage=config.deepspeed.zero_stage,
             bf16=config.deepspeed.precision is Precision.bf16,
-            micro_batches=math.ceil(config.train.rows_per_step / world.size),
+            micro_batches=math.ceil(config.train.rows_per_step * config.train.row_ranks / world.size),
             world_size=world.size,
             offload_optimizer=config.deepspeed.offload_optimizer,
         ),
@@ -110,14 +117,29 @@ def row_loader(
         source,
         row_tokens=config.train.row_tokens,
         rows_per_step=config.train.rows_per_step,
-        rank=world.rank,
-        world_size=world.size,
+        rank=world.rank // config.train.row_ranks,
+        world_size=world.size // config.train.row_ranks,
         seed=training_seed(config),
         costs=sample_costs(config, world, source, samples, drafter),
         pin_memory=world.device.type == "cuda",
         begin=begin,
-        state_shape=StateShape(len(drafter.aux_layer_ids), drafter.target_hidden_size, step_dtype(config)),
+        state_shape=state_shape(config, drafter),
+        reader=world.rank % config.train.row_ranks,
+        num_readers=config.train.row_ranks,
     )
+
+
+def state_shape(config: RunConfig, drafter: DrafterConfig) -> StateShape:
+    """Return the shape of the hidden states, with the dtype of the step."""
+    return StateShape(len(drafter.aux_layer_ids), drafter.target_hidden_size, step_dtype(config))
+
+
+def shared_rows(config: RunConfig, drafter: DrafterConfig, groups: RowGroups | None) -> SharedRows | None:
+    """Return what hands rows on among the ranks that share them; None where each has its own."""
+    if groups is None:
+        return None
+    costs = draft_costs(drafter, config.train.ttt_steps, config.drafter.train_lm_head)
+    return SharedRows(groups.on_host, state_shape(config, drafter), drafter.key_reach, costs)
 
 
 def sample_costs(
@@ -125,7 +147,7 @@ def sample_costs(
 ) -> list[float] | None:
     """Return the FLOPs of each of the source's samples; None where the ranks have no choice of rows."""
     train = config.train
-    if world.size == 1 or train.rows_per_step <= world.size:
+    if train.rows_per_step <= world.size // train.row_ranks or world.size == train.row_ranks:
         return None
     supervision = torch.from_numpy(dataset_supervision(samples))
     if isinstance(source, HiddenStateStore):

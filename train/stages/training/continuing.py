@@ -62,7 +62,15 @@ def training_inputs(config: RunConfig, drafter: ChosenDrafter, data: Artifact) -
     training = asdict(config.train)
     # These change no weights, or are separate inputs. validate_every stays in: it affects which step is
     # chosen as the best.
-    for name in ("log_every", "rollout_chunk", "save_every", "keep_checkpoints", "continue_from", "seed"):
+    for name in (
+        "log_every",
+        "rollout_chunk",
+        "row_ranks",
+        "save_every",
+        "keep_checkpoints",
+        "continue_from",
+        "seed",
+    ):
         training.pop(name)
     continued = {}
     if config.train.continue_from is not None:
