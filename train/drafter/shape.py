@@ -55,12 +55,16 @@ def complete_shape(
     )
 
 
-def check_positions(config: RunConfig) -> None:
-    """Raise UserError for samples that are longer than the longest sequence that the recipe sets."""
-    limit, longest = config.drafter.max_position_embeddings, config.data.max_tokens
-    if limit is not None and limit < longest:
+def check_positions(config: RunConfig, positions: int) -> None:
+    """Raise UserError for samples that are longer than the drafter's longest sequences."""
+    given, longest = config.drafter.max_position_embeddings, config.data.max_tokens
+    if positions >= longest:
+        return
+    if given is not None:
         remedy = f"Samples have up to data.max_tokens={longest} tokens; raise it, or lower data.max_tokens."
-        raise UserError("drafter.max_position_embeddings", limit, remedy)
+        raise UserError("drafter.max_position_embeddings", given, remedy)
+    remedy = f"The target has {positions} positions (max_position_embeddings); lower it to that at most."
+    raise UserError("data.max_tokens", longest, remedy)
 
 
 def _given(setting: Any, default: Any) -> Any:

@@ -18,7 +18,7 @@ from train.config.vllm import Placement
 from train.distributed import World
 from train.plan.memory import USABLE_FRACTION
 from train.plan.sizes import RunSizes
-from train.plan.target import CAPTURED_SEQUENCES, Parallelism, ServerMemory
+from train.plan.target import Parallelism, ServerMemory
 
 # Fraction of a GPU for a server that shares it with no training.
 _ALONE_FRACTION = 0.9
@@ -159,7 +159,7 @@ def _shared(sizes: RunSizes, cluster: Cluster, online: bool) -> ServerPlacement:
     gpu, server = cluster.gpu_bytes, sizes.server(parallel)
     trainer = sizes.trainer(cluster.num_ranks, "cuda").total if online else _WAITING_BYTES
     room = int(gpu * (USABLE_FRACTION if online else _ALONE_FRACTION)) - trainer
-    smallest = server.total(CAPTURED_SEQUENCES)
+    smallest = server.least
     # Training's memory is an estimate: vLLM leaves it more where it needs less.
     useful = min(server.total(_USEFUL_SEQUENCES), int(room - _MARGIN * trainer)) if online else room
     useful = max(useful, min(smallest, room))
@@ -176,7 +176,7 @@ def _serves_training(config: RunConfig) -> bool:
 
 def _refuse_shared(online: bool, server: ServerMemory, trainer: int, gpu: int, given: float | None) -> None:
     remedy = (
-        f"On each GPU of {gpu / 1e9:.0f} GB vLLM needs {server.total(CAPTURED_SEQUENCES) / 1e9:.1f} GB "
+        f"On each GPU of {gpu / 1e9:.0f} GB vLLM needs {server.least / 1e9:.1f} GB "
         f"(weights {server.weights / 1e9:.1f}) and {'training' if online else 'the waiting process'} "
         f"{trainer / 1e9:.1f} GB."
     )
@@ -192,7 +192,7 @@ def _check_alone(sizes: RunSizes, cluster: Cluster, parallel: Parallelism, fract
     if cluster.gpu_bytes is None:
         return
     server = sizes.server(parallel)
-    needed = server.total(CAPTURED_SEQUENCES)
+    needed = server.least
     if needed > fraction * cluster.gpu_bytes:
         remedy = (
             f"vLLM needs {needed / 1e9:.1f} GB of each of {parallel.gpus} GPUs (weights "
@@ -201,7 +201,8 @@ def _check_alone(sizes: RunSizes, cluster: Cluster, parallel: Parallelism, fract
         if _given_utilization(sizes.config) is not None:
             raise UserError(_UTILIZATION, fraction, f"{remedy}it, or leave it out.")
         field = "vllm.engine_args.tensor_parallel_size"
-        raise UserError(field, parallel.tensor, f"{remedy}it, or use larger GPUs.")
+        shorter = "lower data.max_tokens and train.row_tokens"
+        raise UserError(field, parallel.tensor, f"{remedy}it, {shorter}, or use larger GPUs.")
 
 
 def _check_gpus(config: RunConfig, parallel: Parallelism, gpus: int, of_what: str) -> None:

@@ -241,11 +241,6 @@ def _notes(sizes: RunSizes, here: bool) -> Iterator[str]:
         yield "drafter.init_from is not read for the plan; its checkpoint may change the drafter's shape"
     if not here:
         yield "planned for other machines: the space on this one's disks is not looked at"
-    if drafter.max_position_embeddings < config.data.max_tokens:
-        yield (
-            f"data.max_tokens={config.data.max_tokens} is longer than the target's longest sequences "
-            f"(max_position_embeddings={drafter.max_position_embeddings})"
-        )
     active = active_intermediate_size(sizes.target_config)
     single = expert_intermediate_size(sizes.target_config)
     if single is not None and active is not None and drafter.intermediate_size < active:

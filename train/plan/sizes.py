@@ -58,7 +58,7 @@ class RunSizes:
             shape.draft_vocab_size or text.vocab_size,
         )
         check_config(drafter, self.config.export.layout)
-        check_positions(self.config)
+        check_positions(self.config, drafter.max_position_embeddings)
         return drafter
 
     @cached_property

@@ -5,7 +5,6 @@ from collections import Counter
 import torch
 
 from train.plan.plan import Plan, Way
-from train.plan.target import CAPTURED_SEQUENCES
 from train.plan.work import Hours, Work
 from train.tables import aligned, gigabytes, rounded
 
@@ -70,7 +69,7 @@ def _memory_of(way: Way) -> str:
         return training
     given = None if way.placement is None else way.placement.memory_fraction
     taken = "" if given is None or gpu is None else f" and takes {gigabytes(int(given * gpu))}"
-    needed = gigabytes(way.server.total(CAPTURED_SEQUENCES))
+    needed = gigabytes(way.server.least)
     return f"{training}; vLLM needs {needed}{taken}, weights {gigabytes(way.server.weights)}"
 
 

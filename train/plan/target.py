@@ -22,8 +22,8 @@ from train.config.run import RunConfig
 from train.config.target import EMBEDDED, TargetConfig
 
 _DEFAULT_BYTES = 2  # of a parameter, if the config has no dtype
-# Sequences of the greatest length that the cache of an engine must hold.
-CAPTURED_SEQUENCES = 4
+# The cache of an engine must hold one sequence of the greatest length, and four where they have fewer tokens.
+_CACHED_TOKENS, _CACHED_SEQUENCES = 65_536, 4
 # The driver, NCCL and CUDA graphs of an engine. Not measured.
 _FIXED_BYTES = 3_000_000_000
 # vLLM's defaults for a server on GPUs of 70 to 160 GiB (vllm/engine/arg_utils.py).
@@ -109,9 +109,15 @@ class ServerMemory:
     forward: int  # activations and logits of the largest forward pass
     fixed: int  # driver, communication, CUDA graphs
     sequence: int  # keys, values and hidden states of one sequence of the greatest length
+    least_sequences: float  # that the cache must hold
 
-    def total(self, num_sequences: int) -> int:
-        return self.weights + self.forward + self.fixed + self.sequence * num_sequences
+    def total(self, num_sequences: float) -> int:
+        return self.weights + self.forward + self.fixed + int(self.sequence * num_sequences)
+
+    @property
+    def least(self) -> int:
+        """The memory with which it works."""
+        return self.total(self.least_sequences)
 
 
 def server_memory(
@@ -139,11 +145,13 @@ def server_memory(
     cached = cached_elements(text, parallel.tensor) * _ITEMSIZE
     num_states = len(config.drafter.aux_layer_ids or (0, 1, 2)) + 1
     states = num_states * text.hidden_size * _ITEMSIZE * _layers_of_a_page(text)
+    longest = longest_prompt(config) + ROOM_TOKENS
     return ServerMemory(
         weights=weights,
         forward=_BATCHED_TOKENS * per_token * _ITEMSIZE + logits,
         fixed=_FIXED_BYTES,
-        sequence=(longest_prompt(config) + ROOM_TOKENS) * (cached + states),
+        sequence=longest * (cached + states),
+        least_sequences=max(1, min(_CACHED_SEQUENCES, _CACHED_TOKENS / longest)),
     )
 
 

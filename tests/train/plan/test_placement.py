@@ -13,7 +13,7 @@ from train.config.vllm import Placement
 from train.plan.memory import USABLE_FRACTION
 from train.plan.placement import Cluster, ServerPlacement, place_servers
 from train.plan.sizes import RunSizes
-from train.plan.target import CAPTURED_SEQUENCES, Parallelism
+from train.plan.target import Parallelism
 
 GB = 1_000_000_000
 NODE = Cluster(1, 8, 8, 141 * GB)
@@ -78,7 +78,7 @@ def assert_fits(found: ServerPlacement, cluster: Cluster, sizes: RunSizes) -> No
     assert found.memory_fraction is not None
     parallel = Parallelism.of({**sizes.config.vllm.engine_args, **found.engine_args})
     assert parallel.gpus == found.gpus == len(found.devices or ())
-    needed = sizes.server(parallel).total(CAPTURED_SEQUENCES)
+    needed = sizes.server(parallel).least
     assert needed <= found.memory_fraction * cluster.gpu_bytes + 0.001 * cluster.gpu_bytes  # rounded down
     if found.kind is SHARED and sizes.config.capture.mode.value == "online":
         training = sizes.trainer(cluster.num_ranks, "cuda").total

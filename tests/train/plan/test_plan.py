@@ -70,6 +70,22 @@ def planned(recipe: str, *arguments: str) -> Plan:
     return make_plan(config, World(0, 0, 1), newest_data_summary(Path(config.output_dir)), given)
 
 
+@pytest.mark.parametrize("recipe", ["kimi_k2_6", "llama3_1_8b"])
+def test_long_contexts_fit_a_node_that_trains_and_one_that_captures(recipe: str) -> None:
+    one, two = planned(recipe, "context=long").ways
+    assert two.works
+    assert two.settings.row_tokens == 131_072
+    # A cache of four such sequences would fit no GPU of Kimi's.
+    assert two.server is not None
+    assert two.server.least_sequences == 1
+    assert one.works == (recipe == "llama3_1_8b")
+
+
+def test_a_target_with_fewer_positions_is_refused_long_contexts() -> None:
+    with pytest.raises(UserError, match=r"data\.max_tokens=131072: .* 40960 positions"):
+        planned("qwen3_8b", "context=long")
+
+
 @pytest.mark.parametrize("recipe", NAMED)
 def test_a_recipe_fits_the_nodes_that_its_header_names(recipe: str, tmp_path: Path) -> None:
     plan = planned(recipe)
