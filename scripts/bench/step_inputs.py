@@ -18,6 +18,7 @@ from eagle31.training.batch import PackedBatch
 
 Document = tuple[Tensor, Tensor]  # input_ids int64 [L], loss_mask bool [L]
 NUM_CONVERSATIONS = 2000
+_AGENT_TURN = 1024  # tokens of a tool's output and of the answer to it, which has a tenth of them
 _LOGIT_STD = 3.0  # makes the target's random distribution neither uniform nor one-hot
 
 
@@ -26,7 +27,7 @@ class Shape:
     """A drafter that is as wide as its target, which speculators requires, and the rows of one step."""
 
     name: str
-    content: str  # what fills the rows: "chat", "long prompt" or "answers only"
+    content: str  # what fills the rows: "chat", "long prompt", "answers only" or "agent"
     row_tokens: int
     hidden_size: int
     num_attention_heads: int
@@ -60,8 +61,12 @@ SHAPES = {
     "A": Shape("A", "chat", 2048, *_MEDIUM),
     "B": Shape("B", "long prompt", 4096 + 256, *_MEDIUM),
     "C": Shape("C", "answers only", 512, *_SMALL),
-    "D8k": Shape("D8k", "chat", 8192, *_LARGE),
-    "D64k": Shape("D64k", "chat", 65_536, *_LARGE),
+    "D": Shape("D", "agent", 16_384, *_MEDIUM),
+    "D2k": Shape("D2k", "agent", 2048, *_MEDIUM),
+    "D4k": Shape("D4k", "agent", 4096, *_MEDIUM),
+    "D8k": Shape("D8k", "agent", 8192, *_MEDIUM),
+    "E8k": Shape("E8k", "chat", 8192, *_LARGE),
+    "E64k": Shape("E64k", "chat", 65_536, *_LARGE),
 }
 
 
@@ -100,8 +105,11 @@ def packed_rows(shape: Shape, num_rows: int) -> list[list[Document]]:
         return [full[i] for i in order]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(shape.vocab_size, (num_rows, shape.row_tokens), generator=generator)
-    prompt = shape.row_tokens - 256 if shape.content == "long prompt" else 0
-    mask = torch.arange(shape.row_tokens) >= prompt
+    token = torch.arange(shape.row_tokens)
+    if shape.content == "agent":
+        mask = token % _AGENT_TURN >= _AGENT_TURN * 9 // 10
+    else:
+        mask = token >= (shape.row_tokens - 256 if shape.content == "long prompt" else 0)
     return [[(row, mask)] for row in ids]
 
 

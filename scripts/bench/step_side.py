@@ -6,6 +6,7 @@ It runs forward and backward, without an optimizer, on each row, and writes time
 import ctypes
 import gc
 import json
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+_FREE = 0.9  # of the free memory: what a side may take on a CPU
 Json = dict[str, Any]
 Tensors = dict[str, Tensor]
 # The module that is trained, its loss on the row of an index, and its version.
@@ -27,6 +29,9 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     torch.set_num_threads(spec["threads"])
     device, dtype = torch.device(spec["device"]), getattr(torch, spec["dtype"])
+    if device.type == "cpu":
+        free = int(_FREE * _bytes_of("MemAvailable", "/proc/meminfo"))
+        resource.setrlimit(resource.RLIMIT_DATA, (free, free))
     weights: Tensors = {}
     rows: dict[str, Tensors] = {}
     for name, tensor in load_file(spec["inputs"]).items():
@@ -120,9 +125,9 @@ def step_bytes(model: nn.Module, loss_of: Callable[[int], Tensor]) -> int:
     else:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
-        before = _status_bytes("VmRSS")
+        before = _bytes_of("VmRSS")
     run_step(model, loss_of, 0)
-    return (torch.cuda.max_memory_allocated() if on_gpu else _status_bytes("VmHWM")) - before
+    return (torch.cuda.max_memory_allocated() if on_gpu else _bytes_of("VmHWM")) - before
 
 
 def wait() -> None:
@@ -130,8 +135,8 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def _status_bytes(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+def _bytes_of(key: str, file: str = "/proc/self/status") -> int:
+    lines = Path(file).read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 

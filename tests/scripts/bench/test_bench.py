@@ -26,8 +26,8 @@ def test_step_times_both_of_our_sides(
 ) -> None:
     step = command("step")
     monkeypatch.setitem(step.SHAPES, "C", TINY)
-    monkeypatch.setattr(step, "ROWS", 1)
-    monkeypatch.setattr(sys, "argv", ["step", "--shapes", "C", "--sides", "eagle31", "eagle31-frozen"])
+    arguments = ["--shapes", "C", "--rows", "1", "--sides", "eagle31", "eagle31-frozen"]
+    monkeypatch.setattr(sys, "argv", ["step", *arguments])
     step.main()
     rows = [
         line.split()
