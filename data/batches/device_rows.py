@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class _Copied:
     row: DeviceRow
     counts: RowCounts
     num_rows: int  # this rank's rows of the step
+    read_at: float  # when its data was there, of `time.perf_counter`
     ready: torch.cuda.Event | None
 
 
@@ -86,7 +88,7 @@ class DeviceRows:
         executor: Executor | None = None,
     ) -> None:
         self.loader = loader
-        self.waited_seconds = 0.0  # for data, or for a copy to the device
+        self.waited_seconds = 0.0  # for data
         self._stop_step = stop_step
         self._num_steps = num_steps
         self._device, self._dtype, self._flops_of = device, dtype, flops_of
@@ -98,7 +100,9 @@ class DeviceRows:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._executor = executor
         if self._stream is not None and executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device-rows")
+            # A new thread's device is the first one, where it would create a context.
+            begin = partial(torch.cuda.set_device, device)
+            self._executor = ThreadPoolExecutor(1, "device-rows", initializer=begin)
         self._ahead: tuple[tuple[int, int], Future[_Copied]] | None = None
 
     def of_step(self, step: int) -> StepRows:
@@ -122,8 +126,9 @@ class DeviceRows:
         started = time.perf_counter()
         if self._executor is None:
             batch, share = self._read(step, index)
-            self.waited_seconds += time.perf_counter() - started
-            return self._scheduled(step, batch, share)
+            copied = self._scheduled(step, batch, share)
+            self.waited_seconds += copied.read_at - started
+            return copied
         used = self._end_of_queued_work()
         if self._ahead is None or self._ahead[0] != (step, index):
             self._ahead = (step, index), self._executor.submit(self._copy, step, index, None)
@@ -132,7 +137,8 @@ class DeviceRows:
         following = (step, index + 1) if index + 1 < copied.num_rows else (step + 1, 0)
         if following[0] < self._stop_step:
             self._ahead = following, self._executor.submit(self._copy, *following, used)
-        self.waited_seconds += time.perf_counter() - started
+        # The thread also waits for the device to finish a row, which is no wait for data.
+        self.waited_seconds += max(0.0, copied.read_at - started)
         self._hand_over(copied)
         return copied
 
@@ -149,6 +155,7 @@ class DeviceRows:
         return batch, None
 
     def _scheduled(self, step: int, batch: PackedBatch, share: RowShare | None) -> _Copied:
+        read_at = time.perf_counter()
         supervised, weight = self._drafts(step, batch)
         schedule = schedule_rollout(
             supervised,
@@ -160,7 +167,7 @@ class DeviceRows:
             share,
         )
         row = DeviceRow(batch.to(self._device, self._dtype, states=self._chunk_rows is None), schedule)
-        return _Copied(row, self._counts, len(self._batches), None)
+        return _Copied(row, self._counts, len(self._batches), read_at, None)
 
     def _drafts(self, step: int, batch: PackedBatch) -> tuple[Tensor, float]:
         """Return the (row, step) pairs of a row that are rolled out, and what each stands for.
@@ -181,13 +188,14 @@ class DeviceRows:
             used: the end of all that the device does with the last row but one.
         """
         batch, share = self._read(step, index)
+        read_at = time.perf_counter()
         if used is not None and not used.query():
             used.synchronize()
         with torch.cuda.stream(self._stream):
             copied = self._scheduled(step, batch, share)
             ready = torch.cuda.Event()
             ready.record(self._stream)
-        return replace(copied, ready=ready)
+        return replace(copied, read_at=read_at, ready=ready)
 
     def _end_of_queued_work(self) -> torch.cuda.Event:
         event = torch.cuda.Event()

@@ -93,8 +93,7 @@ def train_on(
     checkpoints.always_kept = settings.saves_after
     if state.step and world.is_main:
         print(f"train: resuming after step {state.step} of {settings.max_steps}")
-    samples = held_out.get_many(range(len(held_out)))
-    validation = ReplayValidation(samples, config.train.row_tokens, config.evaluate.draft_tokens, world)
+    validation = ReplayValidation(held_out, config.train.row_tokens, config.evaluate.draft_tokens, world)
     tracker = open_tracker(
         name=context.output_dir.name,
         config=asdict(config) | {"optim": asdict(optim)},
@@ -119,7 +118,7 @@ def train_on(
             engine,
             rows,
             validation,
-            drift_diagnosis(config, world, samples),
+            drift_diagnosis(config, world, held_out),
             checkpoints,
             tracker,
             SkippedSteps(settings.learning_rate.peak, lambda step: sample_names(loader, step, train_data)),

@@ -1,14 +1,14 @@
 """Measurements during training on held-out prompts: acceptance length by replay, and drift."""
 
-from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from data.batches.row_order import pack_epoch
 from data.batches.rows import pack_row
 from data.progress import tracked
-from data.samples import CapturedSample
+from data.samples import CapturedSample, HiddenStateSource
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.replay import replay
 from eagle31.training.batch import PackedBatch
@@ -18,18 +18,21 @@ from train.trainer.engine import TrainedModule
 
 
 class ReplayValidation:
-    """Replays held-out samples whose completions the target wrote greedily; packs them once for all ranks."""
+    """Replays held-out samples whose completions the target wrote greedily. Each rank holds its own rows."""
 
     def __init__(
-        self, samples: Sequence[CapturedSample], row_tokens: int, max_draft_tokens: int, world: World
+        self, source: HiddenStateSource, row_tokens: int, max_draft_tokens: int, world: World
     ) -> None:
         self.max_draft_tokens = max_draft_tokens
         self.shows_progress = world.is_main
-        rows = pack_epoch([len(one.input_ids) for one in samples], row_tokens, seed=0, epoch=0)
-        local_rows = [[samples[one] for one in row] for row in rows[world.rank :: world.size]]
+        lengths = np.asarray(source.lengths)
+        rows = pack_epoch(lengths, row_tokens, seed=0, epoch=0)
         pin_memory = world.device.type == "cuda"
         self.batches: list[PackedBatch] = [
-            pack_row(row, sum(len(one.input_ids) for one in row), pin_memory=pin_memory) for row in local_rows
+            pack_row(
+                source.get_many(row), sum(int(source.lengths[one]) for one in row), pin_memory=pin_memory
+            )
+            for row in rows[world.rank :: world.size]
         ]
 
     @torch.no_grad()
@@ -63,7 +66,7 @@ class DriftDiagnosis:
 
     def __init__(
         self,
-        samples: Sequence[CapturedSample],
+        source: HiddenStateSource,
         row_tokens: int,
         max_steps: int,
         world: World,
@@ -73,11 +76,13 @@ class DriftDiagnosis:
             return
         used: list[CapturedSample] = []
         num_tokens = 0
-        for sample in samples:
-            length = len(sample.input_ids)
-            if num_tokens + length <= row_tokens and bool(sample.loss_mask.any()):
+        for index, length in enumerate(source.lengths):
+            if num_tokens + length > row_tokens:
+                continue
+            [sample] = source.get_many([index])
+            if bool(sample.loss_mask.any()):
                 used.append(sample)
-                num_tokens += length
+                num_tokens += int(length)
         if used:
             batch = pack_row(used, num_tokens, pin_memory=world.device.type == "cuda")
             self.chosen = choose_rows(batch, max_steps)

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from data.batches import device_rows
 from data.batches.device_rows import DeviceRows, tensors_in
 from data.batches.loader import RowLoader
 from data.samples import CapturedSample
@@ -140,6 +141,30 @@ def test_an_error_in_the_background_reaches_the_loop(in_background: ThreadPoolEx
     assert len(list(rows.of_step(0).rows)) == NUM_ROWS
     with pytest.raises(UserError, match="damaged"):
         rows.of_step(1)
+    loader.close()
+    rows.close()
+
+
+def test_a_wait_for_the_device_is_no_wait_for_data(
+    in_background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = [0.0]
+
+    def passes(by: float) -> None:
+        seconds[0] += by
+
+    monkeypatch.setattr(device_rows.time, "perf_counter", lambda: seconds[0])
+    busy = torch.cuda.Event.return_value
+    busy.query.return_value = False
+    busy.synchronize.side_effect = lambda: passes(100.0)
+    loader = loader_of()
+    read = loader.source.get_many
+    loader.source.get_many = lambda indices: (passes(1.0), read(indices))[1]  # type: ignore[method-assign]
+    rows = rows_of(loader, torch.device("cpu"), executor=in_background, stop_step=1)
+    loader.steps_ahead = 1
+    assert len(list(rows.of_step(0).rows)) == NUM_ROWS
+    assert seconds[0] >= 100
+    assert 1 <= rows.waited_seconds < 100
     loader.close()
     rows.close()
 

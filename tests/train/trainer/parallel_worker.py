@@ -21,6 +21,7 @@ from data.batches.shared_rows import SharedRows
 from data.samples import CapturedSample, StateShape
 from eagle31.training.schedule import DraftCosts
 from eagle31.training.teacher_forced import greedy_hits
+from tests.data.batches.memory_source import MemorySource
 from tests.eagle31.tiny import random_batch, tiny_config
 from tests.eagle31.training.shared_worker import shared_gradients
 from tests.train.trainer.tiny_engines import (
@@ -154,9 +155,10 @@ def losses_at(
     assert stops == [0, 0, 1, 0]
     weights = full_state(model_engine, keep=world.is_main)
     assert bool(weights) == world.is_main
-    validation = ReplayValidation(validation_samples(), ROW_TOKENS, 3, world)
+    held_out = MemorySource(validation_samples())
+    validation = ReplayValidation(held_out, ROW_TOKENS, 3, world)
     stats = validation.run(model_engine.module, world.device, dtype)
-    diagnosis = DriftDiagnosis(validation_samples(), 99, 8, world)
+    diagnosis = DriftDiagnosis(held_out, 99, 8, world)
     drift = diagnosis.run(model_engine.module, world.device, dtype)
     assert (drift is not None) == world.is_main
     refused = refused_steps(model_engine, further, world)

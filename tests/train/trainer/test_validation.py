@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from data.samples import CapturedSample
+from tests.data.batches.memory_source import MemorySource
 from train.distributed import World
 from train.trainer.validation import ReplayValidation
 
@@ -19,8 +20,8 @@ def sample(token: int) -> CapturedSample:
 
 @pytest.mark.parametrize(("num_rows", "num_ranks"), [(3, 8), (9, 8)])
 def test_every_row_is_one_ranks(num_rows: int, num_ranks: int) -> None:
-    samples = [sample(token) for token in range(num_rows)]
+    source = MemorySource([sample(token) for token in range(num_rows)])
     worlds = [World(rank, rank, num_ranks) for rank in range(num_ranks)]
-    ranks = [ReplayValidation(samples, ROW_TOKENS, 2, world) for world in worlds]
+    ranks = [ReplayValidation(source, ROW_TOKENS, 2, world) for world in worlds]
     counted = [int(batch.input_ids[0]) for one in ranks for batch in one.batches]
     assert sorted(counted) == list(range(num_rows))

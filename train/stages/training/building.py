@@ -1,7 +1,7 @@
 """Building what trains: the drafter, the model engine around it, the loader of its rows."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import deepspeed
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from data.batches.loader import RowLoader, RowPosition
 from data.batches.shared_rows import SharedRows
 from data.capture.tokens import dataset_supervision
-from data.samples import CapturedSample, HiddenStateSource, StateShape
+from data.samples import HiddenStateSource, StateShape
 from data.store import HiddenStateStore
 from eagle31.cost.devices import peak_bf16_flops
 from eagle31.cost.flops import count_step, draft_costs, sample_flops, step_flops
@@ -184,10 +184,10 @@ def expected_speed(
     return Speed(peak_flops, memory.total)
 
 
-def drift_diagnosis(config: RunConfig, world: World, samples: Sequence[CapturedSample]) -> DriftDiagnosis:
+def drift_diagnosis(config: RunConfig, world: World, held_out: HiddenStateSource) -> DriftDiagnosis:
     """Return what measures drift on held-out samples. Every rank calls."""
     return DriftDiagnosis(
-        samples,
+        held_out,
         config.train.row_tokens,
         max(MIN_STEPS, config.train.ttt_steps, config.evaluate.draft_tokens),
         world,
