@@ -74,9 +74,7 @@ def test_an_optimizer_step_never_waits() -> None:
         drafter, frozen = drafter_on_gpu(config, DTYPE)
         module = TrainedModule(drafter, frozen, NUM_STEPS, 0.8)
         skipped = SkippedSteps(1e-3, lambda step: [])
-        optimizer = Muon(
-            *split_weights(drafter), 0.02, device=CUDA, max_grad_norm=0.5, on_device=True, lr=1e-3
-        )
+        optimizer = Muon(*split_weights(drafter), 0.02, device=CUDA, max_grad_norm=0.5, lr=1e-3)
         engine = PlainEngine(module, optimizer)
         rows = DeviceRows(
             SimpleNamespace(batches=batches.__getitem__),  # type: ignore[arg-type]

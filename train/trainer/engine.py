@@ -166,7 +166,6 @@ def initialize_model_engine(
     """
     settings: dict[str, Any] = {
         "max_grad_norm": max_grad_norm,
-        "on_device": torch.cuda.is_available() and "offload_optimizer" not in config["zero_optimization"],
         "lr": lr,
         "betas": BETAS,
         "eps": EPS,

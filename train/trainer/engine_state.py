@@ -168,10 +168,9 @@ def _state_tensor(model_engine: deepspeed.DeepSpeedEngine, master: Tensor, kind:
 
 
 def _set_step(model_engine: deepspeed.DeepSpeedEngine, master: Tensor, step: float) -> None:
-    optimizer = model_engine.basic_optimizer
     # Where AdamW has it: the fused kernel reads it on the device.
-    device = master.device if optimizer.defaults["fused"] else "cpu"
-    optimizer.state[master][_STEP] = torch.tensor(step, dtype=torch.float32, device=device)
+    value = torch.tensor(step, dtype=torch.float32, device=master.device)
+    model_engine.basic_optimizer.state[master][_STEP] = value
 
 
 def flat_matrices(

@@ -26,7 +26,6 @@ class ClippedAdamW(torch.optim.AdamW):
     Args:
         parameters: the weights, or groups of them.
         max_grad_norm: norm to which the gradient of all groups is clipped.
-        on_device: whether the weights that are updated are on a GPU.
         settings: of AdamW.
     """
 
@@ -35,10 +34,9 @@ class ClippedAdamW(torch.optim.AdamW):
         parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
         *,
         max_grad_norm: float,
-        on_device: bool,
         **settings: Any,
     ) -> None:
-        super().__init__(parameters, fused=True if on_device else None, **settings)
+        super().__init__(parameters, fused=True, **settings)
         self.max_grad_norm = max_grad_norm
         self.reduced_norm: Callable[[], Tensor | float] | None = None  # DeepSpeed's, with ZeRO
         self.grad_norm = torch.tensor(0.0)  # of the newest step, before clipping
@@ -72,10 +70,8 @@ class ClippedAdamW(torch.optim.AdamW):
         assert self._refused is not None
         for gradient in gradients:
             gradient.mul_(self._factor.to(gradient.device, non_blocking=True))
-        if self.defaults["fused"]:
-            self.found_inf = self._refused.float()  # the fused kernel then changes nothing
-            self._update()
-        elif not self._refused:
+        self.found_inf = self._refused.float()  # the fused kernel then changes nothing
+        if self._refused.is_cuda or not self._refused:
             self._update()
 
     def set_learning_rate(self, lr: float) -> None:
@@ -203,9 +199,7 @@ class Muon(ClippedAdamW):
         state, gradient = self.state[tensor], _gradient(tensor)
         if _MOMENTUM not in state:
             state[_MOMENTUM] = torch.zeros_like(tensor)
-        if self.defaults["fused"]:
-            assert self._refused is not None
-            gradient.masked_fill_(self._refused, 0)  # it may not be finite
+        gradient.masked_fill_(taken == 0, 0)  # it may not be finite
         buffer = state[_MOMENTUM].lerp_(gradient, (1 - MOMENTUM) * taken)
         gradient.lerp_(buffer, MOMENTUM)
 
