@@ -155,6 +155,8 @@ class _Step:
         attention = 3 * query * self.itemsize + (4 * query + later_steps * self.key_value_width) * _WIDE
         # The sums over steps and one step's gradients; `prefill` has the sums of chunks.
         keys = (1 if in_chunks else 2) * counts.keys * self.key_value_width * self.itemsize
+        if device == "cpu" and self.config.value_width == self.config.head_dim and in_chunks:
+            keys *= 2  # the flash kernel reads the keys in another order
         if device == "cpu" and self.config.value_width < self.config.head_dim:
             # Matrix products of a tile: the keys in another order, and four matrices of scores.
             scores = 4 * self.config.num_attention_heads * TILE * _WIDE

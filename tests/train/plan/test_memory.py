@@ -46,6 +46,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+LONG = (8192, 65_536)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "every token supervised": (GQA, {}, 0),
     "a long prompt": (GQA, {"row_tokens": 1536}, 1280),
@@ -56,6 +57,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
             0,
         )
         for tokens in (2048, 8192)
+    },
+    **{
+        f"{name}, the end of {tokens} tokens": (
+            config,
+            {"rollout_chunk": 256, "row_tokens": tokens, "rows_per_step": 1},
+            tokens - 1024,
+        )
+        for name, config in (("GQA", GQA), ("MLA", MLA))
+        for tokens in LONG
     },
     "MLA in chunks": (MLA, {"rollout_chunk": 128, "row_tokens": 4096, "zero_stage": 2}, 0),
     "frozen head, ZeRO 2": (GQA, {"train_lm_head": False, "zero_stage": 2}, 0),
@@ -103,3 +113,11 @@ def test_planned_memory_equals_measured_memory(case: str, measured: dict[str, An
         pytest.skip("runs with --full")
     found = measured[case]
     assert found["planned"] == pytest.approx(found["peak"], rel=TOLERANCE), found["memory"]
+
+
+@pytest.mark.full("rows of 65,536 tokens")
+@pytest.mark.parametrize("name", ["GQA", "MLA"])
+def test_memory_grows_with_a_row_as_planned(name: str, measured: dict[str, Any]) -> None:
+    short, long = (measured[f"{name}, the end of {tokens} tokens"] for tokens in LONG)
+    grown, planned = long["peak"] - short["peak"], long["planned"] - short["planned"]
+    assert planned == pytest.approx(grown, rel=0.1)
