@@ -217,8 +217,9 @@ def optimizer_step(
 ) -> tuple[HostCopy, Tensor]:
     """Run forward, backward and update over this rank's micro-batches.
 
-    The host does not wait for the device. One collective operation has all that the ranks need to know of
-    each other.
+    The host does not wait for the device, but DeepSpeed does at ZeRO 1 in bf16 and at ZeRO 3, once in a step:
+    it looks at the gradient's norm. One collective operation has all that the ranks need to know of each
+    other.
 
     Args:
         with_metrics: also compute `LOGGED_METRICS`, which need the target's full vocabulary.
