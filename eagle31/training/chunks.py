@@ -152,7 +152,7 @@ class _Row:
         """Fill in the other ranks' rows."""
         if self.group is not None:
             for x in found:
-                dist.all_gather_into_tensor(x, x.chunk(self.group.size())[self.group.rank()], self.group)
+                dist.all_gather_single(x, x.chunk(self.group.size())[self.group.rank()], self.group)
         return found
 
     def _summed(self, grads: list[Tensor]) -> list[Tensor]:
@@ -161,7 +161,7 @@ class _Row:
             return grads
         own = [x.new_empty(len(x) // self.group.size(), *x.shape[1:]) for x in grads]
         for share, x in zip(own, grads, strict=True):
-            dist.reduce_scatter_tensor(share, x, group=self.group)
+            dist.reduce_scatter_single(share, x, group=self.group)
         return own
 
     def _through_expansion(
