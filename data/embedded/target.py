@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data.embedded.corpus import Corpus, python_files, read_corpus, standard_library
+from data.embedded.corpus import ChatExample, Corpus, python_files, read_corpus, standard_library
 from data.embedded.tokenizer import save_tokenizer, train_tokenizer
-from data.embedded.training import CausalModel, TrainingSettings, encode, initialize, pretrain
+from data.embedded.training import CausalModel, Document, TrainingSettings, encode, initialize, pretrain
 from data.locks import try_lock
 
 FORMAT_VERSION = 3  # raise it for changes of corpus, tokenizer or training that do not change the settings
@@ -57,9 +57,17 @@ class TargetSettings:
             "dtype": "float32",
         }
 
+    def new_tokenizer(self, examples: list[ChatExample]) -> PreTrainedTokenizerFast:
+        """Return the tokenizer of what the model is trained on."""
+        return train_tokenizer(examples, self.vocab_size, self.max_positions)
+
     def new_model(self, tokenizer: PreTrainedTokenizerFast) -> CausalModel:
         """Return the model that is trained, with any weights."""
         return LlamaForCausalLM(LlamaConfig(**self.arguments(tokenizer)))
+
+    def train(self, model: CausalModel, documents: list[Document], progress: bool) -> None:
+        """Train the model in place on documents in the corpus's order."""
+        pretrain(model, documents, self.training, progress)
 
 
 @dataclass(frozen=True)
@@ -127,7 +135,7 @@ def _build(directory: Path, corpus: Corpus, settings: TargetSettings, progress: 
     for name, examples in (("train", corpus.train), ("held_out", corpus.held_out)):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in examples))
     path = directory / "model"
-    save_tokenizer(train_tokenizer(corpus.train, settings.vocab_size, settings.max_positions), path)
+    save_tokenizer(settings.new_tokenizer(corpus.train), path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     with torch.random.fork_rng(devices=[]):  # the caller's random state stays
         model = settings.new_model(tokenizer)
@@ -136,7 +144,7 @@ def _build(directory: Path, corpus: Corpus, settings: TargetSettings, progress: 
         do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     documents = encode(tokenizer, corpus.train, settings.training.max_document_tokens)
-    pretrain(model, documents, settings.training, progress)
+    settings.train(model, documents, progress)
     model.save_pretrained(path)
     for weights in path.glob("*.safetensors"):  # safetensors lets the owner alone read them
         weights.chmod((path / "config.json").stat().st_mode)

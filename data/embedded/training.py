@@ -145,9 +145,13 @@ def set_gradients(model: CausalModel, documents: list[Document], pool: ThreadPoo
 
 
 def pretrain(
-    model: CausalModel, documents: list[Document], settings: TrainingSettings, progress: bool = True
+    model: CausalModel,
+    documents: list[Document],
+    settings: TrainingSettings,
+    progress: bool = True,
+    rate_scale: float = 1.0,
 ) -> None:
-    """Train `model` in place; the learning rates warm up and fall linearly to 0."""
+    """Train `model` in place; the learning rates, times `rate_scale`, warm up and fall linearly to 0."""
     matrices: dict[torch.Size, list[Tensor]] = {}
     embeddings: list[Tensor] = []
     rest: list[Tensor] = []
@@ -166,7 +170,8 @@ def pretrain(
         for step, batch in enumerate(batches):
             loss = set_gradients(model, [documents[i] for i in batch], pool)
             torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
-            factor = min(1.0, (step + 1) / settings.warmup_steps) * (1 - step / settings.steps)
+            warmup = min(1.0, (step + 1) / settings.warmup_steps)
+            factor = rate_scale * warmup * (1 - step / settings.steps)
             for shape, some in matrices.items():
                 muon_step(some, momenta[shape], _MATRIX_RATE * factor)
             for group, rate in zip(adamw.param_groups, (_EMBEDDING_RATE, _REST_RATE), strict=True):

@@ -26,9 +26,11 @@ from eagle31.errors import UserError
 from eagle31.export.config_json import config_json
 from eagle31.export.layouts import Layout
 from eagle31.json_files import read_json, write_json
+from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.model.vocab import DraftVocab
 from scripts.bench.chat_target import ensure_chat_target
+from scripts.bench.long_target import ensure_long_target, write_conversations
 from scripts.bench.peers import PEERS, ROOT, drafter_spec, find_python
 from train.artifact import Artifact
 from train.config.compose import composed
@@ -149,6 +151,26 @@ def prepare_data(conversations: Path | None, extra: Sequence[str]) -> Data:
     return data
 
 
+def prepare_long_data(directory: Path, tokens: int, extra: Sequence[str]) -> Data:
+    """Return data as `prepare_data`, of the target that needs its context.
+
+    Args:
+        directory: of all lengths.
+        tokens: of the longest conversations that drafters are trained on.
+    """
+    target = ensure_long_target(cache_directory() / "embedded")
+    train = directory / f"train_{tokens}.jsonl"
+    write_conversations(train, tokens)
+    overrides = ["recipe=quickstart", f"output_dir={directory / str(tokens)}", f"target.model={target.model}"]
+    overrides += [f"data.train={train}", f"data.eval={target.held_out}", "data.num_validation=4"]
+    # As many tokens of a step for every length, of which as many are supervised.
+    overrides += ["data.num_test=4", "data.max_tokens=8704", "train.row_tokens=8704"]
+    overrides += ["train.max_steps=40", "capture.max_samples=null", "drafter.draft_vocab_size=null"]
+    data = Data(directory / str(tokens), (*overrides, *extra))
+    data.run(stages=_SHARED)
+    return data
+
+
 def run_logged(command: Sequence[str], log: Path) -> None:
     """Run a command whose output goes to `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -234,18 +256,20 @@ def target_tensors(parts: TargetParts, vocab: DraftVocab) -> dict[str, Tensor]:
 
 def measured(context: RunContext, side: Side, kept: Kept) -> tuple[Floats, Floats]:
     """Return the drafts and the accepted tokens by draft length and held-out prompt, by replay. [K, P]"""
-    parts, artifacts = context.target.parts, context.artifacts
-    if side.is_peer:
-        loaded = open_published(Path(kept.checkpoint), parts, None, "checkpoint")
-        drafter, ids = loaded.drafter, loaded.draft_target_ids
-        frozen = FrozenParts(loaded.embed_tokens, parts.head, ids, None)
-    else:
-        vocab, projected = (
-            load_vocab(artifacts[Stage.vocab]),
-            load_projected(artifacts[Stage.train].directory),
-        )
-        drafter, frozen = new_drafter(context.config, context.drafter, vocab, projected, _CPU)
-        drafter.load_state_dict(load_weights(kept.checkpoint))
-    store = HiddenStateStore(artifacts[Stage.capture].directory / "test")
+    drafter, frozen = loaded(context, side, kept)
+    store = HiddenStateStore(context.artifacts[Stage.capture].directory / "test")
     counts = replay_greedily(drafter, frozen, packed(store[index] for index in range(len(store)))).counts()
     return np.array(counts["drafts"], float), np.array(counts["accepted"], float)
+
+
+def loaded(context: RunContext, side: Side, kept: Kept) -> tuple[Drafter, FrozenParts]:
+    """Return the drafter of a checkpoint."""
+    parts, artifacts = context.target.parts, context.artifacts
+    if side.is_peer:
+        found = open_published(Path(kept.checkpoint), parts, None, "checkpoint")
+        return found.drafter, FrozenParts(found.embed_tokens, parts.head, found.draft_target_ids, None)
+    vocab = load_vocab(artifacts[Stage.vocab])
+    projected = load_projected(artifacts[Stage.train].directory)
+    drafter, frozen = new_drafter(context.config, context.drafter, vocab, projected, _CPU)
+    drafter.load_state_dict(load_weights(kept.checkpoint))
+    return drafter, frozen

@@ -1,15 +1,20 @@
 """Each benchmark runs on something tiny, and its figures follow from what it measured."""
 
+import random
 import sys
 from pathlib import Path
 
 import pytest
 
+from data.conversations.perturbation import PromptSetting
+from data.conversations.prompts import render_prompt
 from data.embedded.target import EmbeddedTarget
 from scripts.bench import step_inputs
+from scripts.bench.long_target import LongTargetSettings, conversation, records
 from tests.runs.here import run_command
 from tests.scripts.bench.commands import command
 from tests.train.conftest import small_target
+from train.evaluation.matrix import Cell
 
 __all__ = ["small_target"]  # the fixture
 TINY = step_inputs.Shape("tiny", "chat", 256, 64, 4, 2, 16, 96, 512, 128, num_steps=2)
@@ -68,8 +73,31 @@ def test_capture_is_compared_with_prefill(
     assert all(float(row[1].replace(",", "")) > 0 for row in rows)
 
 
-@pytest.mark.full("trains three drafters, and the embedded target where it is missing")
+def test_the_study_of_long_contexts_counts_what_was_copied_and_compares_the_same_training() -> None:
+    study = command("study")
+    tokenizer = LongTargetSettings().new_tokenizer([])
+    told, question = conversation(records(random.Random(0)), random.Random(3), 300, "")["messages"][:2]
+    prompt = render_prompt(tokenizer, [dict(told), dict(question)], None, {})
+    asked = question["content"].split("\n\n")[-1].splitlines()
+    texts = [f"{told['content']}\n{question['content']}".split(key + " ")[1].split(" .")[0] for key in asked]
+    right, *others = [f"{key} {text} ." for key, text in zip(asked, texts, strict=True)]
+    wrong = [one.replace(".", "bagu .") for one in others]
+    completion = tokenizer("\n".join([right, *wrong]))["input_ids"]
+    cell = Cell("records", PromptSetting(), ("0",), (prompt,), (completion,))
+    assert study.copied_fraction(cell, tokenizer) == 1 / len(asked)
+
+    runs = {
+        f"{name}, trained on 512": {"lengths": [value] * 3}
+        for name, value in (("eagle3", 2.0), ("eagle3.1", 3.0))
+    }
+    table = study.context_tables([{"domain": "records", "tokens": 256, "copied": 0.5, "runs": runs}])
+    assert "| divided by eagle3's | 1.50 (1.50-1.50) |" in table
+
+
+@pytest.mark.full("trains drafters, and the targets where they are missing")
 def test_study_and_quality_train_and_measure(tmp_path: Path) -> None:
     small = ("--set", "train.max_steps=4", "data.num_test=4", "capture.max_samples=60")
     assert "| eagle3.1 | 1." in run("study", "--sides", "eagle3.1", *small, cwd=tmp_path)
+    long = ("--long", "--seeds", "0", "--set", "train.max_steps=2", "train.ttt_steps=1")
+    assert "| divided by eagle3's | 1." in run("study", *long, cwd=tmp_path)
     assert "eagle31, 4 steps" in run("quality", "--sides", "eagle31", *small, cwd=tmp_path)
