@@ -128,7 +128,7 @@ def set_gradients(model: CausalModel, documents: list[Document], pool: ThreadPoo
     matrices this is faster than using all cores for each product. There are two on every machine, so that
     every machine sums in the same order.
     """
-    parameters = list(model.parameters())
+    parameters = [one for one in model.parameters() if one.requires_grad]
     num_tokens = sum(int(mask[1:].sum()) for _, mask in documents)
 
     def gradient(half: list[Document]) -> tuple[float, tuple[Tensor, ...]]:

@@ -4,23 +4,30 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from itertools import islice, product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from data.cache import cache_directory
 from data.embedded.corpus import ChatExample, Corpus, Message
 from data.embedded.target import EmbeddedTarget, TargetSettings, ensure_built
-from data.embedded.training import CausalModel, Document, TrainingSettings, pretrain
+from data.embedded.training import CausalModel, Document, encode, muon_step, set_gradients
+from data.progress import Progress
 
-FORMAT_VERSION = 1  # raise it for changes that do not change the settings
-SHORT, LONG = 512, 8192  # tokens of the longest conversations
-NUM_SHORT, NUM_LONG = 2500, 150  # conversations that the target is trained on
-WORDS = ["".join(parts) for parts in product("bdfgklmnprstvzcj", "aeio", "dgklmnrs", "aeiu")]
-ROPE_THETA = 1e9
+FORMAT_VERSION = 2  # raise it for changes that do not change the settings
+SHORTEST, SHORT, LONG = 64, 512, 8192  # tokens of conversations
+NUM_CHATS = 2000  # that drafters are trained on
+WORDS = ["".join(p) for p in product("bdfgklmnprstvzcj", "aeiou", "dgklmnrs", "aeiou", ("", "n"))][:5000]
+CHAT_WORDS, RECORD_WORDS = WORDS[:64], WORDS[64:]
+CONSTANT = 8  # elements that are equal in all embeddings
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -31,26 +38,32 @@ TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
-Record = tuple[str, str]  # its key, and the text that begins with the key
+
+
+class Phase(NamedTuple):
+    """A part of the training."""
+
+    longest: int  # conversation, in tokens; a step's have one length, which is log-uniform
+    steps: int
+    batch_tokens: int
+    rate: float  # Muon
 
 
 @dataclass(frozen=True)
 class LongTargetSettings(TargetSettings):
-    """A Llama of 0.9 M parameters, in whose vocabulary every word is a token."""
+    """A Llama of 1.8 M parameters, of which 0.5 M are trained; every word is a token of its vocabulary."""
 
     num_layers: int = 3
     num_kv_heads: int = 2
+    intermediate_size: int = 256
     max_positions: int = 8704
-    # Looking up and copying is learned next to chat, then at length.
-    phases: tuple[TrainingSettings, ...] = (
-        TrainingSettings(200, 4096, 10, SHORT),
-        TrainingSettings(50, LONG, 5, LONG),
-    )
-    training: TrainingSettings = field(default_factory=lambda: TrainingSettings(max_document_tokens=LONG))
+    rope_theta: float = 1e7
+    # It learns to look up what followed a word in the shortest conversations, and then at all lengths.
+    phases: tuple[Phase, ...] = (Phase(SHORTEST, 300, 4096, 0.02), Phase(LONG, 250, LONG, 0.015))
 
     def new_tokenizer(self, examples: list[ChatExample]) -> PreTrainedTokenizerFast:
         """Return a tokenizer of whole words."""
-        names = (*SPECIAL, "record", "is", ".", *WORDS)
+        names = (*SPECIAL, ".", *WORDS)
         model = models.WordLevel({name: index for index, name in enumerate(names)}, unk_token=SPECIAL[0])
         tokenizer = Tokenizer(model)
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -66,141 +79,149 @@ class LongTargetSettings(TargetSettings):
 
     def new_model(self, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         # Half of the pairs of a head's elements hardly turn within 8k positions.
-        rope = {"rope_type": "default", "rope_theta": ROPE_THETA}
+        rope = {"rope_type": "default", "rope_theta": self.rope_theta}
         return LlamaForCausalLM(LlamaConfig(**self.arguments(tokenizer) | {"rope_parameters": rope}))
 
     def train(self, model: CausalModel, documents: list[Document], progress: bool) -> None:
-        prepare_copying(model)
-        short, longer = documents[:-NUM_LONG], documents[-NUM_LONG:]
-        for chosen, phase in zip((short, [*longer, *short[::8]]), self.phases, strict=True):
-            pretrain(model, chosen, phase, progress, rate_scale=0.5)
+        """Train the model on new conversations in every step; those that repeat delay the looking up."""
+        fix_codes(model)
+        rng, tokenizer = random.Random(0), self.new_tokenizer([])
+        matrices: dict[torch.Size, list[Tensor]] = {}
+        for one in model.parameters():
+            if one.requires_grad and one.ndim == 2:
+                matrices.setdefault(one.shape, []).append(one)
+        momenta = {shape: [torch.zeros_like(one) for one in some] for shape, some in matrices.items()}
+        norms = [one for one in model.parameters() if one.ndim == 1]
+        adamw = torch.optim.AdamW(norms, lr=6e-3, betas=(0.9, 0.95), weight_decay=0.0)
+        steps = [phase for phase in self.phases for _ in range(phase.steps)]
+        with (
+            ThreadPoolExecutor(2) as pool,
+            Progress("train the target of records", len(steps), "steps", shown=progress) as bar,
+        ):
+            for step, phase in enumerate(steps):
+                examples = step_conversations(rng, phase, chats=phase.longest > SHORTEST and step % 4 == 0)
+                found = encode(tokenizer, examples, self.max_positions)
+                loss = set_gradients(model, found, pool)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scale = min(1.0, (step + 1) / 30, (len(steps) - step) / 100)
+                for shape, some in matrices.items():
+                    muon_step(some, momenta[shape], phase.rate * scale)
+                adamw.step()
+                bar.note(f"loss {loss:.2f}")
+                bar.update()
+
+
+def step_conversations(rng: random.Random, phase: Phase, chats: bool) -> list[ChatExample]:
+    """Return the conversations of a step, about records or chats."""
+    length = 75 if chats else int(SHORTEST * (phase.longest / SHORTEST) ** rng.random())
+    number = max(1, phase.batch_tokens // length)
+    return [chat(rng) if chats else conversation(shuffled_words(rng), rng, length, "") for _ in range(number)]
 
 
 @torch.no_grad()
-def prepare_copying(model: CausalModel) -> None:
-    """Let the first weights look up what followed the current token; a short training would not find it.
+def fix_codes(model: CausalModel) -> None:
+    """Fix embedding and head at one random code per word, so that what works for some words does for all.
 
-    Half of the state has the token's code and a constant. In the first layer a head writes the code of the
-    token before into the other half, and in the second layer both heads attend to keys for which that is the
-    current token's code, and copy their code.
+    Part of each embedding is equal for all words, so that a head can attend by position alone, to the token
+    before; without it hundreds of steps do not find that. The first layer's output is far larger.
     """
-    head = model.config.hidden_size // model.config.num_attention_heads
-    half = head // 2
-    first, second = (model.model.layers[index].self_attn for index in (0, 1))
-    embedding = model.model.embed_tokens.weight
-    embedding[:, 0], embedding[:, head:] = 3.0, 0.0
-    model.lm_head.weight.copy_(0.3 * embedding)
-    model.lm_head.weight[:, 0] = 0.0
-    constant = float(embedding[0, 0] / embedding.square().mean().sqrt())
-
-    # The sum of cosines of the distance minus 1 is greatest one token back.
-    turns = ROPE_THETA ** -(torch.arange(half // 4) / half)
-    size = 12 / constant
-    for projection in (first.q_proj, first.k_proj):
-        projection.weight[:head] = 0.0
-    for projection in (second.q_proj, second.k_proj):
-        projection.weight.zero_()
-    first.q_proj.weight[: half // 4, 0] = size
-    first.k_proj.weight[: half // 4, 0] = size * turns.cos()
-    first.k_proj.weight[half : half + half // 4, 0] = size * turns.sin()
-    first.v_proj.weight[:head] = torch.eye(head, 2 * head)
-    first.o_proj.weight[head:, :head] = torch.eye(head)
-    first.o_proj.weight[head, 0] = 0.0
-
-    slow = torch.cat([torch.arange(half // 2, half), torch.arange(half // 2, half) + half])
-    code = torch.arange(half)
-    for index in range(2):
-        second.q_proj.weight[index * head + slow, index * half + code] = 3.0
-        second.k_proj.weight[index * head + slow, head + index * half + code] = 3.0
-        second.v_proj.weight[index * head : (index + 1) * head] = torch.eye(head, 2 * head)
-        second.o_proj.weight[:, index * head : (index + 1) * head] = 2 * torch.eye(2 * head, head)
-    second.q_proj.weight[:, 0] = 0.0
+    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+    codes = F.normalize(torch.randn(head.shape, generator=torch.Generator().manual_seed(0)))
+    codes[:, :CONSTANT] = 0.0
+    head.copy_(0.3 * codes)
+    codes[:, :CONSTANT] = CONSTANT**-0.5
+    embedding.copy_(0.2 * codes)
+    for fixed in (embedding, head):
+        fixed.requires_grad_(False)
 
 
-def records(rng: random.Random) -> Iterator[Record]:
-    """Yield records; no key comes twice."""
-    seen = set()
-    while True:
-        key = f"record {rng.choice(WORDS)} {rng.choice(WORDS)} is"
-        if key not in seen:
-            seen.add(key)
-            yield key, f"{key} {' '.join(rng.choices(WORDS, k=14))} ."
+def conversation(words: Iterator[str], rng: random.Random, num_tokens: int, name: str) -> ChatExample:
+    """Return a conversation of about so many tokens, whose answers repeat records from anywhere before.
 
+    A record is a list of up to 40 words, and no word is in two records. The user names its first word.
 
-def conversation(source: Iterator[Record], rng: random.Random, num_tokens: int, name: str) -> ChatExample:
-    """Return a conversation of about so many tokens, whose answers repeat records from anywhere before."""
-    given: list[Record] = []
-    texts: list[str] = []
+    Args:
+        words: those of its records, taken from the iterator.
+    """
+    records: list[list[str]] = []
     tokens = 0
-    while not given or tokens < 0.6 * num_tokens:
-        block = list(islice(source, rng.randint(1, 4)))
-        given += block
-        texts.append("\n".join(text for _, text in block))
-        tokens += 19 * len(block)
-    messages = [Message(role="system", content=texts.pop(0))]
-    while len(messages) == 1 or tokens < num_tokens - 120:
-        asked = rng.sample(given, min(4, len(given)))
-        question = "\n\n".join([*texts, "\n".join(key for key, _ in asked)])
-        messages.append(Message(role="user", content=question))
-        messages.append(Message(role="assistant", content="\n".join(text for _, text in asked)))
-        texts = []
-        tokens += 24 * len(asked) + 10
+    while not records or tokens < 0.45 * num_tokens:
+        longest = min(40, max(5, int(0.45 * num_tokens) - tokens))
+        records.append(list(islice(words, rng.randint(4, longest))))
+        tokens += len(records[-1]) + 1
+    texts = [" ".join([*record, "."]) for record in records]
+    told = rng.randint(1, len(texts))  # by the system message; the user tells the others
+    messages = [Message(role="system", content="\n".join(texts[:told]))]
+    later = texts[told:]
+    while len(messages) == 1 or tokens < num_tokens:
+        asked = rng.randrange(len(records))
+        messages.append(Message(role="user", content="\n".join([*later, records[asked][0]])))
+        messages.append(Message(role="assistant", content=texts[asked]))
+        later = []
+        tokens += len(records[asked]) + 5
     return ChatExample(id=name, messages=messages)
 
 
-def conversations(rng: random.Random, number: int, shortest: int, longest: int) -> list[ChatExample]:
-    """Return conversations whose lengths are log-uniform."""
-    lengths = [int(shortest * (longest / shortest) ** rng.random()) for _ in range(number)]
-    return [conversation(records(rng), rng, one, f"{longest}-{index}") for index, one in enumerate(lengths)]
-
-
-def ensure_long_target(cache_dir: Path, settings: LongTargetSettings | None = None) -> EmbeddedTarget:
-    """Return the target that is trained on records and chats; train it first if needed (four minutes)."""
-    settings = settings or LongTargetSettings()
-    key = json.dumps([FORMAT_VERSION, "records", asdict(settings)])
-    return ensure_built(cache_dir / hashlib.sha256(key.encode()).hexdigest()[:16], read, settings, True)
-
-
-def read() -> Corpus:
-    rng = random.Random(0)
-    short, longer = conversations(rng, NUM_SHORT, 40, 480), conversations(rng, NUM_LONG, SHORT, 8000)
-    return Corpus([*short, *(chat(rng) for _ in range(NUM_SHORT)), *longer], [chat(rng) for _ in range(400)])
+def shuffled_words(rng: random.Random) -> Iterator[str]:
+    return iter(rng.sample(RECORD_WORDS, len(RECORD_WORDS)))
 
 
 def chat(rng: random.Random) -> ChatExample:
-    """Return a question and an answer in which mostly the word before decides the next one."""
-    words = WORDS[::32]
-    question = rng.choices(words, k=rng.randint(4, 12))
+    """Return a question and an answer in which mostly the two words before decide the next one."""
+    question = rng.choices(CHAT_WORDS, k=rng.randint(4, 12))
     answer = question[-2:]
     for _ in range(rng.randint(30, 90)):
-        likely = random.Random(f"{answer[-1]} {ord(answer[-2][0]) % 4}").choice(words)
-        answer.append(likely if rng.random() < 0.8 else rng.choice(words))
+        likely = random.Random(f"{answer[-1]} {ord(answer[-2][0]) % 4}").choice(CHAT_WORDS)
+        answer.append(likely if rng.random() < 0.8 else rng.choice(CHAT_WORDS))
     texts = {"user": " ".join(question), "assistant": " ".join(answer)}
     return ChatExample(id="", messages=[Message(role=role, content=text) for role, text in texts.items()])
 
 
-def write_conversations(path: Path, tokens: int) -> None:
-    """Write what drafters are trained on: chats, and conversations about records of up to so many tokens."""
+def ensure_long_target() -> EmbeddedTarget:
+    """Return the target that is trained on records and chats; train it first if needed (four minutes)."""
+    settings = LongTargetSettings()
+    key = json.dumps([FORMAT_VERSION, "records", asdict(settings)])
+    finished = cache_directory() / "embedded" / hashlib.sha256(key.encode()).hexdigest()[:16]
+    return ensure_built(finished, read, settings, True)
+
+
+def read() -> Corpus:
+    """Return chats; the target's own conversations are made during its training."""
+    rng = random.Random(0)
+    return Corpus([chat(rng) for _ in range(8)], [chat(rng) for _ in range(400)])
+
+
+def write_conversations(path: Path, tokens: int, total: int = 600_000) -> None:
+    """Write what drafters are trained on: chats, and conversations about records of up to so many tokens.
+
+    Each octave of lengths has as many tokens as any other.
+    """
     rng = random.Random(1)
-    found = [chat(rng) for _ in range(2000)]
-    left = 450_000
-    while left > 0:
-        length = int(160 * (0.94 * tokens / 160) ** rng.random())
-        found.append(conversation(records(rng), rng, length, f"records-{len(found)}"))
-        left -= length
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(one) + "\n" for one in found))
+    found = [chat(rng) for _ in range(NUM_CHATS)]
+    while total > 0:
+        length = int(1 / (1 / SHORTEST - rng.random() * (1 / SHORTEST - 1 / tokens)))
+        found.append(conversation(shuffled_words(rng), rng, length, f"records-{len(found)}"))
+        total -= length
+    write_jsonl(path, found)
 
 
 def write_prompts(directory: Path) -> dict[str, Path]:
-    """Write prompts that no training has: up to four records and a question for them, and chats."""
+    """Write prompts that no training has: each a record and a question for it, and chats.
+
+    No word is in two records of the domain, so the others make any of these prompts longer.
+    """
     rng = random.Random(2)
-    source = records(rng)
+    words = shuffled_words(rng)
     domains = {
-        "records": [conversation(source, rng, 1, f"records-{index}") for index in range(200)],
+        "records": [conversation(words, rng, 90, f"records-{index}") for index in range(110)],
         "chat": [chat(rng) for _ in range(200)],
     }
     paths = {name: directory / f"{name}.jsonl" for name in domains}
     for name, found in domains.items():
-        paths[name].write_text("".join(json.dumps(one) + "\n" for one in found))
+        write_jsonl(paths[name], found)
     return paths
+
+
+def write_jsonl(path: Path, found: list[ChatExample]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(one) + "\n" for one in found))

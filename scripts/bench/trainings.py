@@ -158,14 +158,14 @@ def prepare_long_data(directory: Path, tokens: int, extra: Sequence[str]) -> Dat
         directory: of all lengths.
         tokens: of the longest conversations that drafters are trained on.
     """
-    target = ensure_long_target(cache_directory() / "embedded")
+    target = ensure_long_target()
     train = directory / f"train_{tokens}.jsonl"
     write_conversations(train, tokens)
     overrides = ["recipe=quickstart", f"output_dir={directory / str(tokens)}", f"target.model={target.model}"]
     overrides += [f"data.train={train}", f"data.eval={target.held_out}", "data.num_validation=4"]
-    # As many tokens of a step for every length, of which as many are supervised.
+    # Each step has as many tokens for every length, of which about as many are supervised.
     overrides += ["data.num_test=4", "data.max_tokens=8704", "train.row_tokens=8704"]
-    overrides += ["train.max_steps=40", "capture.max_samples=null", "drafter.draft_vocab_size=null"]
+    overrides += ["train.max_steps=150", "capture.max_samples=null", "drafter.draft_vocab_size=null"]
     data = Data(directory / str(tokens), (*overrides, *extra))
     data.run(stages=_SHARED)
     return data

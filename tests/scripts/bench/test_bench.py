@@ -10,7 +10,7 @@ from data.conversations.perturbation import PromptSetting
 from data.conversations.prompts import render_prompt
 from data.embedded.target import EmbeddedTarget
 from scripts.bench import step_inputs
-from scripts.bench.long_target import LongTargetSettings, conversation, records
+from scripts.bench.long_target import LongTargetSettings, conversation, shuffled_words
 from tests.runs.here import run_command
 from tests.scripts.bench.commands import command
 from tests.train.conftest import small_target
@@ -75,16 +75,18 @@ def test_capture_is_compared_with_prefill(
 
 def test_the_study_of_long_contexts_counts_what_was_copied_and_compares_the_same_training() -> None:
     study = command("study")
-    tokenizer = LongTargetSettings().new_tokenizer([])
-    told, question = conversation(records(random.Random(0)), random.Random(3), 300, "")["messages"][:2]
-    prompt = render_prompt(tokenizer, [dict(told), dict(question)], None, {})
-    asked = question["content"].split("\n\n")[-1].splitlines()
-    texts = [f"{told['content']}\n{question['content']}".split(key + " ")[1].split(" .")[0] for key in asked]
-    right, *others = [f"{key} {text} ." for key, text in zip(asked, texts, strict=True)]
-    wrong = [one.replace(".", "bagu .") for one in others]
-    completion = tokenizer("\n".join([right, *wrong]))["input_ids"]
-    cell = Cell("records", PromptSetting(), ("0",), (prompt,), (completion,))
-    assert study.copied_fraction(cell, tokenizer) == 1 / len(asked)
+    tokenizer, rng = LongTargetSettings().new_tokenizer([]), random.Random(3)
+    prompts, completions = [], []
+    for number in range(4):
+        messages = conversation(shuffled_words(rng), rng, 300, "")["messages"][:3]
+        *question, answer = [dict(one) for one in messages]
+        prompts.append(render_prompt(tokenizer, question, None, {}))
+        words = answer["content"].split()
+        if number == 0:
+            words[2] = words[1]
+        completions.append(tokenizer(" ".join([*words, "<|end|>"]))["input_ids"])
+    cell = Cell("records", PromptSetting(), tuple("0123"), tuple(prompts), tuple(completions))
+    assert study.copied_fraction(cell) == 3 / 4
 
     runs = {
         f"{name}, trained on 512": {"lengths": [value] * 3}
