@@ -24,7 +24,7 @@ from data.progress import Progress
 
 FORMAT_VERSION = 2  # raise it for changes that do not change the settings
 SHORTEST, SHORT, LONG = 64, 512, 8192  # tokens of conversations
-NUM_CHATS = 2000  # that drafters are trained on
+NUM_CHATS = 5000  # that drafters are trained on
 WORDS = ["".join(p) for p in product("bdfgklmnprstvzcj", "aeiou", "dgklmnrs", "aeiou", ("", "n"))][:5000]
 CHAT_WORDS, RECORD_WORDS = WORDS[:64], WORDS[64:]
 CONSTANT = 8  # elements that are equal in all embeddings
@@ -191,7 +191,7 @@ def read() -> Corpus:
     return Corpus([chat(rng) for _ in range(8)], [chat(rng) for _ in range(400)])
 
 
-def write_conversations(path: Path, tokens: int, total: int = 600_000) -> None:
+def write_conversations(path: Path, tokens: int, total: int = 2_500_000) -> None:
     """Write what drafters are trained on: chats, and conversations about records of up to so many tokens.
 
     Each octave of lengths has as many tokens as any other.

@@ -165,7 +165,12 @@ def prepare_long_data(directory: Path, tokens: int, extra: Sequence[str]) -> Dat
     overrides += [f"data.train={train}", f"data.eval={target.held_out}", "data.num_validation=4"]
     # Each step has as many tokens for every length, of which about as many are supervised.
     overrides += ["data.num_test=4", "data.max_tokens=8704", "train.row_tokens=8704"]
-    overrides += ["train.max_steps=150", "capture.max_samples=null", "drafter.draft_vocab_size=null"]
+    overrides += [
+        "train.max_steps=600",
+        "train.max_drafts_per_row=1024",
+        "capture.max_samples=null",
+        "drafter.draft_vocab_size=null",
+    ]
     data = Data(directory / str(tokens), (*overrides, *extra))
     data.run(stages=_SHARED)
     return data
