@@ -17,8 +17,8 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 LOCKED = ROOT / "scripts/setup/locked"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-CPU = ["build", "torch_cpu", "train", "dev"]
-CUDA = ["build", "torch_cuda", "train", "dev"]
+CPU = ["build", "torch_cpu", "train", "dev", "triton"]
+CUDA = ["build", "torch_cuda", "train", "dev", "triton"]
 MACHINES = [
     {"python_version": version, "python_full_version": f"{version}.9", "platform_machine": machine}
     for version in ("3.10", "3.11", "3.12", "3.13", "3.14")
@@ -58,7 +58,7 @@ def required(*extras: str) -> Iterator[Requirement]:
 
 
 @pytest.mark.parametrize(
-    ("parts", "extra"), [(CPU, "dev"), (CPU[:-1], "train"), (CUDA, "dev")], ids=["cpu", "run", "cuda"]
+    ("parts", "extra"), [(CPU, "dev"), (CPU[:-2], "train"), (CUDA, "dev")], ids=["cpu", "run", "cuda"]
 )
 def test_what_pyproject_requires_is_locked_once(parts: list[str], extra: str) -> None:
     everything = locked(*parts)
