@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu
+from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu
 
 
 def on_gpu(*shape: int) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from data.batches.device_rows import DeviceRows
 from eagle31.training.step import DepthSums
-from tests.pretended_gpu.backward import backward
-from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu
+from scripts.bench.pretended_gpu.backward import backward
+from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu
 from tests.pretended_gpu.steps import NUM_STEPS, configuration, drafter_on_gpu, host_batch
 from train.distributed import World
 from train.trainer.engine import TrainedModule, split_weights

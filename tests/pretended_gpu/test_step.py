@@ -8,7 +8,7 @@ import torch
 from eagle31.training.drift import choose_rows, measure_drift
 from eagle31.training.objectives import Loss
 from eagle31.training.teacher_forced import greedy_hits
-from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu
+from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu
 from tests.pretended_gpu.steps import NUM_STEPS, configuration, drafter_on_gpu, host_batch, step
 
 aten = torch.ops.aten

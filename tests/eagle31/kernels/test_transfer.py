@@ -1,7 +1,7 @@
 import torch
 
 from eagle31.kernels.transfer import HostCopy, to_device
-from tests.pretended_gpu.pretended_gpu import CUDA, PretendedGpu
+from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu
 
 
 def test_values_of_the_device_are_read_without_a_wait() -> None:

@@ -24,12 +24,14 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_map
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 from eagle31.training.batch import PackedBatch
-from tests.pretended_gpu.device_guard import cuda_device_guard
+from scripts.bench.pretended_gpu.device_guard import cuda_device_guard
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 CUDA = torch.device("cuda", 0)
 H100 = SimpleNamespace(major=9, minor=0, name="NVIDIA H100", total_memory=80 * 2**30)
 aten = torch.ops.aten
@@ -47,7 +49,7 @@ class PretendedGpu(TorchDispatchMode):
         # Calls for which the host waits: their kind ("read", "shape", "to host", "from host", "synchronize",
         # "pageable": a copy that is not async), the operation, and the line of the project.
         self.waits: list[tuple[str, str, str]] = []
-        self.operations: list[Any] = []  # of the device, in order
+        self.operations: list[Any] = []  # of the device, in order; Triton's kernels are functions
         self.fake = FakeTensorMode()
         self._pinned: dict[int, torch.UntypedStorage] = {}
         self._exits = ExitStack()
@@ -82,6 +84,9 @@ class PretendedGpu(TorchDispatchMode):
             assert isinstance(tensor, FakeTensor), "not a tensor of the GPU"
             self.operations.append(aten.record_stream.default)
 
+        def launch(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+            self.operations.append(kernel.fn)
+
         stream, event = mock.MagicMock(), mock.MagicMock()
         stream.synchronize.side_effect = event.return_value.synchronize.side_effect = synchronize
         event.return_value.elapsed_time.return_value = 1.0
@@ -101,6 +106,7 @@ class PretendedGpu(TorchDispatchMode):
             mock.patch.object(FakeTensor, "tolist", self._read),
             mock.patch.object(torch.Tensor, "record_stream", record_stream),
             mock.patch.object(torch.backends.cuda, "is_flash_attention_available", return_value=True),
+            *(mock.patch.object(kind, "run", launch) for kind in (JITFunction, InterpretedFunction)),
             *(mock.patch.object(torch.cuda, key, value) for key, value in replaced.items()),
         ]
 
