@@ -171,10 +171,14 @@ def chat(rng: random.Random) -> ChatExample:
     question = rng.choices(CHAT_WORDS, k=rng.randint(4, 12))
     answer = question[-2:]
     for _ in range(rng.randint(30, 90)):
-        likely = random.Random(f"{answer[-1]} {ord(answer[-2][0]) % 4}").choice(CHAT_WORDS)
-        answer.append(likely if rng.random() < 0.8 else rng.choice(CHAT_WORDS))
+        answer.append(likely_word(*answer[-2:]) if rng.random() < 0.8 else rng.choice(CHAT_WORDS))
     texts = {"user": " ".join(question), "assistant": " ".join(answer)}
     return ChatExample(id="", messages=[Message(role=role, content=text) for role, text in texts.items()])
+
+
+def likely_word(before: str, last: str) -> str:
+    """Return the word that mostly follows two words of a chat."""
+    return random.Random(f"{last} {ord(before[0]) % 4}").choice(CHAT_WORDS)
 
 
 def ensure_long_target() -> EmbeddedTarget:

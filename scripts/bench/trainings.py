@@ -166,7 +166,7 @@ def prepare_long_data(directory: Path, tokens: int, extra: Sequence[str]) -> Dat
     # Each step has as many tokens for every length, of which about as many are supervised.
     overrides += ["data.num_test=4", "data.max_tokens=8704", "train.row_tokens=8704"]
     overrides += [
-        "train.max_steps=600",
+        "train.max_steps=1000",
         "train.max_drafts_per_row=1024",
         "capture.max_samples=null",
         "drafter.draft_vocab_size=null",

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,13 @@ from data.conversations.perturbation import PromptSetting
 from data.conversations.prompts import render_prompt
 from data.embedded.target import EmbeddedTarget
 from scripts.bench import step_inputs
-from scripts.bench.long_target import LongTargetSettings, conversation, shuffled_words
+from scripts.bench.long_target import (
+    CHAT_WORDS,
+    LongTargetSettings,
+    conversation,
+    likely_word,
+    shuffled_words,
+)
 from tests.runs.here import run_command
 from tests.scripts.bench.commands import command
 from tests.train.conftest import small_target
@@ -73,7 +80,7 @@ def test_capture_is_compared_with_prefill(
     assert all(float(row[1].replace(",", "")) > 0 for row in rows)
 
 
-def test_the_study_of_long_contexts_counts_what_was_copied_and_compares_the_same_training() -> None:
+def test_the_study_of_long_contexts_counts_what_is_as_learned_and_compares_the_same_training() -> None:
     study = command("study")
     tokenizer, rng = LongTargetSettings().new_tokenizer([]), random.Random(3)
     prompts, completions = [], []
@@ -86,13 +93,22 @@ def test_the_study_of_long_contexts_counts_what_was_copied_and_compares_the_same
             words[2] = words[1]
         completions.append(tokenizer(" ".join([*words, "<|end|>"]))["input_ids"])
     cell = Cell("records", PromptSetting(), tuple("0123"), tuple(prompts), tuple(completions))
-    assert study.copied_fraction(cell) == 3 / 4
+    words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    assert study.learned_fraction(cell, words) == 3 / 4
+    text = CHAT_WORDS[:2]
+    text += [likely_word(*text), CHAT_WORDS[9]]
+    chat = replace(
+        cell,
+        domain="chat",
+        completions=([tokenizer.convert_tokens_to_ids(text)[i] for i in (0, 1, 2, 3, 3)],) * 4,
+    )
+    assert study.learned_fraction(chat, words) == 1 / 2
 
     runs = {
         f"{name}, trained on 512": {"lengths": [value] * 3}
         for name, value in (("eagle3", 2.0), ("eagle3.1", 3.0))
     }
-    table = study.context_tables([{"domain": "records", "tokens": 256, "copied": 0.5, "runs": runs}])
+    table = study.context_tables([{"domain": "records", "tokens": 256, "learned": 0.5, "runs": runs}])
     assert "| divided by eagle3's | 1.50 (1.50-1.50) |" in table
 
 
@@ -100,6 +116,6 @@ def test_the_study_of_long_contexts_counts_what_was_copied_and_compares_the_same
 def test_study_and_quality_train_and_measure(tmp_path: Path) -> None:
     small = ("--set", "train.max_steps=4", "data.num_test=4", "capture.max_samples=60")
     assert "| eagle3.1 | 1." in run("study", "--sides", "eagle3.1", *small, cwd=tmp_path)
-    long = ("--long", "--seeds", "0", "--set", "train.max_steps=2", "train.ttt_steps=1")
+    long = ("--long", "--seeds", "0", "--set", "train.max_steps=10", "train.ttt_steps=1")
     assert "| divided by eagle3's | 1." in run("study", *long, cwd=tmp_path)
     assert "eagle31, 4 steps" in run("quality", "--sides", "eagle31", *small, cwd=tmp_path)
