@@ -86,10 +86,26 @@ def encode(sample: CapturedSample, codec: str) -> dict[str, Tensor]:
         with fp8 their `_exponents` uint8 [Ra, A] and [Rl]. Ra and Rl are those of `kept_rows`.
     """
     supervised = supervised_final(sample.loss_mask)
-    aux = sample.aux_hidden_states[: supervised_aux(supervised)]
-    final = sample.final_hidden_states[supervised.to(sample.final_hidden_states.device)]
-    tensors = {"input_ids": sample.input_ids.to(torch.int32), "loss_mask": sample.loss_mask}
-    for name, states in zip(STATES, (aux, final), strict=True):
+    states = encode_slice(sample.aux_hidden_states, sample.final_hidden_states, supervised, 0, codec)
+    return encoded_tokens(sample.input_ids, sample.loss_mask) | states
+
+
+def encoded_tokens(input_ids: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
+    """Return what `encode` gives besides the states."""
+    return {"input_ids": input_ids.to(torch.int32), "loss_mask": loss_mask}
+
+
+def encode_slice(aux: Tensor, final: Tensor, supervised: Tensor, first: int, codec: str) -> dict[str, Tensor]:
+    """Encode the states of consecutive tokens: their part of the rows that `encode` gives of the sample.
+
+    Args:
+        aux, final: [n, A, Ht] and [n, Ht], of the tokens from `first` on.
+        supervised: bool [T], of `supervised_final`.
+    """
+    kept = supervised[first : first + len(final)].to(final.device)
+    kept_aux = max(0, supervised_aux(supervised) - first)
+    tensors = {}
+    for name, states in zip(STATES, (aux[:kept_aux], final[kept]), strict=True):
         if codec == "fp8":
             tensors[name], tensors[name + _EXPONENTS] = _to_fp8(states)
         else:

@@ -2,15 +2,17 @@
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from data.capture.transport.mooncake_store import MooncakeSettings, connect, load_mooncake
-from data.capture.transport.protocol import StateRequest
+from data.capture.transport.protocol import StateRequest, Write
 from data.samples import CapturedSample
 from eagle31.errors import UserError
 
@@ -42,6 +44,9 @@ class MooncakeTransport:
     Raises:
         UserError: the package or its system libraries are missing, or no master answers.
     """
+
+    # The master discards a put that is open for half a minute when it needs room, by default.
+    in_slices = False
 
     def __init__(
         self,
@@ -84,6 +89,11 @@ class MooncakeTransport:
             hidden_size=content["hidden_size"],
             dtype=getattr(torch, content["dtype"]),
         )
+
+    @contextmanager
+    def writing(self, request: StateRequest) -> Iterator[Write]:
+        """Store a sample with the states that are written, which are those of all tokens."""
+        yield partial(self.put, request)
 
     def put(self, request: StateRequest, aux: Tensor, final: Tensor) -> None:
         """Store a sample; this blocks while the store is full. aux [T, A, Ht], final [T, Ht].

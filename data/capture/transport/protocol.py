@@ -1,5 +1,7 @@
 """The interfaces of transports and of producers of hidden states."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,11 +19,20 @@ class StateRequest:
     loss_mask: Tensor  # bool [T]
 
 
+# Takes the states of the next n tokens: aux [n, A, Ht], and final [n, Ht] before the final norm.
+Write = Callable[[Tensor, Tensor], None]
+
+
 class Transport(Protocol):
     """Carries the states of a request from one process to another, once."""
 
-    def put(self, request: StateRequest, aux: Tensor, final: Tensor) -> None:
-        """Deliver a sample, on the producer's side. aux [T, A, Ht]; final [T, Ht], before the final norm."""
+    in_slices: bool
+
+    def writing(self, request: StateRequest) -> AbstractContextManager[Write]:
+        """Deliver a sample, on the producer's side. It arrives once the context ends without an error.
+
+        The states come in slices of consecutive tokens, or all at once where `in_slices` is false.
+        """
         ...
 
     def take(self, request: StateRequest, timeout: float) -> CapturedSample | None:

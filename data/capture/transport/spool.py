@@ -2,21 +2,31 @@
 
 import errno
 import os
+import secrets
 import shutil
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from data.capture.transport.protocol import StateRequest
+from data.capture.transport.protocol import StateRequest, Write
 from data.samples import CapturedSample
-from data.store.codec import decode, encode, encoded_bytes, kept_rows
-from data.store.shards import sample_checksum, write_columns
+from data.store.codec import (
+    ROWS_OF,
+    decode,
+    encode_slice,
+    encoded_bytes,
+    encoded_tokens,
+    kept_rows,
+    supervised_final,
+)
+from data.store.shards import bytes_of, file_header, tensor_checksum
 from eagle31.errors import UserError
 from eagle31.tensor_files import map_tensors
 
@@ -38,6 +48,8 @@ class Spool:
     table of interned strings grows, and Python 3.12 keeps every one of them until the process ends.
     """
 
+    in_slices = True
+
     def __init__(self, directory: Path, codec: str) -> None:
         self.directory = Path(directory)
         self.codec = codec
@@ -51,22 +63,22 @@ class Spool:
     def from_json(content: Mapping[str, Any]) -> "Spool":
         return Spool(Path(content["spool"]), content["codec"])
 
-    def put(self, request: StateRequest, aux: Tensor, final: Tensor) -> None:
-        """Write a sample's file. aux [T, A, Ht], final [T, Ht], on any device.
+    @contextmanager
+    def writing(self, request: StateRequest) -> Iterator[Write]:
+        """Write a sample's file, which others see once the context ends without an error.
 
         Raises:
             UserError: the disk is full.
             FileNotFoundError: the directory no longer exists.
         """
-        sample = CapturedSample(request.input_ids, request.loss_mask, aux, final)
-        tensors = {name: value.cpu() for name, value in encode(sample, self.codec).items()}
-        metadata = {"crc32": str(sample_checksum(tensors))} if self._checked else None
         # The file of a producer that died while it wrote the same sample would count towards the bound.
         self._remove_unfinished(request.key)
-        temporary = f"{self.directory}/{request.key}.{os.getpid()}{_UNFINISHED}"
+        temporary = f"{self.directory}/{request.key}.{secrets.token_hex(4)}{_UNFINISHED}"
         try:
             with open(temporary, "wb") as file:
-                write_columns(file, {name: [tensor] for name, tensor in tensors.items()}, metadata)
+                columns = _GrowingColumns(file, request, self.codec, self._checked)
+                yield columns.write
+                columns.finish()
             os.replace(temporary, self._path(request.key))
         except FileNotFoundError as error:
             if not self.directory.is_dir():
@@ -122,7 +134,9 @@ class Spool:
             if not self._checked:
                 raise
             return None
-        if self._checked and metadata.get("crc32") != str(sample_checksum(tensors)):
+        if self._checked and metadata != _as_metadata(
+            {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
+        ):
             return None
         return decode(tensors)
 
@@ -134,6 +148,53 @@ class Spool:
             for name in os.listdir(self.directory):
                 if name.startswith(f"{key}.") and name.endswith(_UNFINISHED):
                     _remove(f"{self.directory}/{name}")
+
+
+class _GrowingColumns:
+    """The columns of a sample's file, which get rows with each slice; the loss mask says how many in all."""
+
+    def __init__(self, file: BinaryIO, request: StateRequest, codec: str, checked: bool) -> None:
+        self._file, self._request, self._codec, self._checked = file, request, codec, checked
+        self._supervised = supervised_final(request.loss_mask)
+        self._num_tokens = 0
+        self._shapes: dict[str, tuple[torch.dtype, list[int]]] = {}
+        self._checksums: dict[str, int] = {}
+        self._ends: dict[str, int] = {}  # in the file, of what was written
+
+    def write(self, aux: Tensor, final: Tensor) -> None:
+        """Add the states of the next tokens."""
+        tensors = encode_slice(aux, final, self._supervised, self._num_tokens, self._codec)
+        self._num_tokens += len(final)
+        if not self._ends:
+            tensors |= encoded_tokens(self._request.input_ids, self._request.loss_mask)
+            rows = vars(kept_rows(self._request.loss_mask))
+            self._shapes = {
+                name: (tensor.dtype, [rows[ROWS_OF[name]], *tensor.shape[1:]])
+                for name, tensor in tensors.items()
+            }
+            self._checksums = dict.fromkeys(tensors, 0)
+            _, self._ends = self._header()
+        for name, tensor in tensors.items():
+            self._file.seek(self._ends[name])
+            for part in bytes_of(tensor.cpu()):
+                self._file.write(part)
+                if self._checked:
+                    self._checksums[name] = zlib.crc32(part, self._checksums[name])
+            self._ends[name] = self._file.tell()
+
+    def finish(self) -> None:
+        """Write the header, which has the checksums."""
+        assert self._num_tokens == len(self._request.input_ids), "a sample has other states than tokens"
+        self._file.seek(0)
+        self._file.write(self._header()[0])
+
+    def _header(self) -> tuple[bytes, dict[str, int]]:
+        return file_header(self._shapes, _as_metadata(self._checksums))
+
+
+def _as_metadata(checksums: Mapping[str, int]) -> dict[str, str]:
+    """Return the crc32 of each column, in a fixed number of letters."""
+    return {name: f"{checksum:08x}" for name, checksum in checksums.items()}
 
 
 def file_bytes(
