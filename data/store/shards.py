@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -75,10 +75,19 @@ def write_shard(path: Path, samples: Sequence[tuple[int, Mapping[str, Tensor]]])
     columns[_SAMPLE_IDS] = [torch.tensor([sample_id for sample_id, _ in samples])]
     columns[_ROWS] = [torch.tensor(rows, dtype=torch.int32)]
     columns[_CHECKSUMS] = [torch.tensor([sample_checksum(tensors) for _, tensors in samples])]
+    described = {}
+    for name, pieces in columns.items():
+        alike = {(piece.dtype, piece.shape[1:]) for piece in pieces}
+        assert len(alike) == 1, f"{name}: {alike}"
+        described[name] = (pieces[0].dtype, [sum(map(len, pieces)), *pieces[0].shape[1:]])
+    header, starts = file_header(described)
     partial = path.with_name(f".{path.name}.partial")
     try:
         with open(partial, "wb") as file:
-            write_columns(file, columns)
+            # This copies no contiguous tensor and lets other threads run, neither of which safetensors does.
+            file.write(header)
+            for part in chain.from_iterable(bytes_of(piece) for name in starts for piece in columns[name]):
+                file.write(part)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -90,38 +99,12 @@ def sample_checksum(tensors: Mapping[str, Tensor]) -> int:
     """Return the crc32 of an encoded sample on the CPU: its columns' bytes, in the order of the file."""
     checksum = 0
     for name in sorted(tensors, key=lambda name: _file_order(name, tensors[name].dtype)):
-        checksum = tensor_checksum(tensors[name], checksum)
+        for part in bytes_of(tensors[name]):
+            checksum = zlib.crc32(part, checksum)
     return checksum
 
 
-def tensor_checksum(tensor: Tensor, checksum: int = 0) -> int:
-    """Return the crc32 of a tensor's bytes on the CPU, after those that have the given one."""
-    for part in bytes_of(tensor):
-        checksum = zlib.crc32(part, checksum)
-    return checksum
-
-
-def write_columns(file: BinaryIO, columns: Mapping[str, Sequence[Tensor]]) -> None:
-    """Write a safetensors file of tensors on the CPU, which are given in pieces of the first dimension.
-
-    A single pass copies no contiguous tensor and lets other threads run, neither of which safetensors' own
-    writer does.
-    """
-    described = {}
-    for name, pieces in columns.items():
-        alike = {(piece.dtype, piece.shape[1:]) for piece in pieces}
-        assert len(alike) == 1, f"{name}: {alike}"
-        described[name] = (pieces[0].dtype, [sum(map(len, pieces)), *pieces[0].shape[1:]])
-    header, starts = file_header(described)
-    file.write(header)
-    for name in starts:
-        for part in chain.from_iterable(map(bytes_of, columns[name])):
-            file.write(part)
-
-
-def file_header(
-    columns: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, dict[str, int]]:
+def file_header(columns: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[bytes, dict[str, int]]:
     """Return the header of a safetensors file, and where each column starts in the file, in that order.
 
     Source: the safetensors format, https://github.com/huggingface/safetensors#format.
@@ -129,7 +112,7 @@ def file_header(
     Args:
         columns: the dtype and the shape of each.
     """
-    described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    described: dict[str, Any] = {}
     starts, stop = {}, 0
     for name in sorted(columns, key=lambda name: _file_order(name, columns[name][0])):
         dtype, shape = columns[name]

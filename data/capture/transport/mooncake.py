@@ -45,9 +45,6 @@ class MooncakeTransport:
         UserError: the package or its system libraries are missing, or no master answers.
     """
 
-    # The master discards a put that is open for half a minute when it needs room, by default.
-    in_slices = False
-
     def __init__(
         self,
         settings: MooncakeSettings,
@@ -92,7 +89,10 @@ class MooncakeTransport:
 
     @contextmanager
     def writing(self, request: StateRequest) -> Iterator[Write]:
-        """Store a sample with the states that are written, which are those of all tokens."""
+        """Store a sample whose states are written at once.
+
+        Slices would need an open put, and the master discards one that is open for half a minute by default.
+        """
         yield partial(self.put, request)
 
     def put(self, request: StateRequest, aux: Tensor, final: Tensor) -> None:

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from data.samples import CapturedSample
 
+# Takes the states of the next n tokens: aux [n, A, Ht], and final [n, Ht] before the final norm.
+Write = Callable[[Tensor, Tensor], None]
+
 
 @dataclass(frozen=True)
 class StateRequest:
@@ -19,20 +22,11 @@ class StateRequest:
     loss_mask: Tensor  # bool [T]
 
 
-# Takes the states of the next n tokens: aux [n, A, Ht], and final [n, Ht] before the final norm.
-Write = Callable[[Tensor, Tensor], None]
-
-
 class Transport(Protocol):
     """Carries the states of a request from one process to another, once."""
 
-    in_slices: bool
-
     def writing(self, request: StateRequest) -> AbstractContextManager[Write]:
-        """Deliver a sample, on the producer's side. It arrives once the context ends without an error.
-
-        The states come in slices of consecutive tokens, or all at once where `in_slices` is false.
-        """
+        """Deliver a sample, on the producer's side. It arrives once the context ends without an error."""
         ...
 
     def take(self, request: StateRequest, timeout: float) -> CapturedSample | None:

@@ -17,22 +17,15 @@ from torch import Tensor
 
 from data.capture.transport.protocol import StateRequest, Write
 from data.samples import CapturedSample
-from data.store.codec import (
-    ROWS_OF,
-    decode,
-    encode_slice,
-    encoded_bytes,
-    encoded_tokens,
-    kept_rows,
-    supervised_final,
-)
-from data.store.shards import bytes_of, file_header, tensor_checksum
+from data.store.codec import ROWS_OF, decode, encode, encoded_bytes, kept_rows, supervised_final
+from data.store.shards import bytes_of, file_header, sample_checksum
 from eagle31.errors import UserError
 from eagle31.tensor_files import map_tensors
 
 MEMORY = Path("/dev/shm")
 # The size of a file beyond the encoded sample: its header, and the partial last page.
 _FILE_BYTES = 8192
+_CHECKSUMS = "checksums"  # a column: the crc32 of each other one
 _SUFFIX, _UNFINISHED = ".safetensors", ".tmp"
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0005, 0.02
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -47,8 +40,6 @@ class Spool:
     The names of samples are plain strings. A `Path` interns its parts: for names that never come again, the
     table of interned strings grows, and Python 3.12 keeps every one of them until the process ends.
     """
-
-    in_slices = True
 
     def __init__(self, directory: Path, codec: str) -> None:
         self.directory = Path(directory)
@@ -76,9 +67,9 @@ class Spool:
         temporary = f"{self.directory}/{request.key}.{secrets.token_hex(4)}{_UNFINISHED}"
         try:
             with open(temporary, "wb") as file:
-                columns = _GrowingColumns(file, request, self.codec, self._checked)
-                yield columns.write
-                columns.finish()
+                sample = _SampleFile(file, request, self.codec, self._checked)
+                yield sample.write
+                sample.finish()
             os.replace(temporary, self._path(request.key))
         except FileNotFoundError as error:
             if not self.directory.is_dir():
@@ -127,16 +118,15 @@ class Spool:
         Its mapped states outlive the file's name.
         """
         try:
-            tensors, metadata = map_tensors(path)
+            tensors = map_tensors(path)
         except FileNotFoundError:
             return None
         except UserError:
             if not self._checked:
                 raise
             return None
-        if self._checked and metadata != _as_metadata(
-            {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
-        ):
+        checksums = tensors.pop(_CHECKSUMS).tolist()
+        if self._checked and checksums != [sample_checksum({name: one}) for name, one in tensors.items()]:
             return None
         return decode(tensors)
 
@@ -150,51 +140,45 @@ class Spool:
                     _remove(f"{self.directory}/{name}")
 
 
-class _GrowingColumns:
-    """The columns of a sample's file, which get rows with each slice; the loss mask says how many in all."""
+class _SampleFile:
+    """The file of a sample, whose columns grow with each slice. Their sizes follow from the loss mask."""
 
     def __init__(self, file: BinaryIO, request: StateRequest, codec: str, checked: bool) -> None:
         self._file, self._request, self._codec, self._checked = file, request, codec, checked
         self._supervised = supervised_final(request.loss_mask)
         self._num_tokens = 0
-        self._shapes: dict[str, tuple[torch.dtype, list[int]]] = {}
+        self._ends: dict[str, int] = {}  # by column, in the order of the file: where what was written ends
         self._checksums: dict[str, int] = {}
-        self._ends: dict[str, int] = {}  # in the file, of what was written
 
     def write(self, aux: Tensor, final: Tensor) -> None:
         """Add the states of the next tokens."""
-        tensors = encode_slice(aux, final, self._supervised, self._num_tokens, self._codec)
-        self._num_tokens += len(final)
+        first, end = self._num_tokens, self._num_tokens + len(final)
+        ids, mask = self._request.input_ids[first:end], self._request.loss_mask[first:end]
+        tensors = encode(CapturedSample(ids, mask, aux, final), self._codec, self._supervised, first)
         if not self._ends:
-            tensors |= encoded_tokens(self._request.input_ids, self._request.loss_mask)
             rows = vars(kept_rows(self._request.loss_mask))
-            self._shapes = {
-                name: (tensor.dtype, [rows[ROWS_OF[name]], *tensor.shape[1:]])
-                for name, tensor in tensors.items()
+            columns = {
+                name: (one.dtype, [rows[ROWS_OF[name]], *one.shape[1:]]) for name, one in tensors.items()
             }
-            self._checksums = dict.fromkeys(tensors, 0)
-            _, self._ends = self._header()
+            header, self._ends = file_header(columns | {_CHECKSUMS: (torch.int64, [len(columns)])})
+            self._file.write(header)
         for name, tensor in tensors.items():
-            self._file.seek(self._ends[name])
-            for part in bytes_of(tensor.cpu()):
-                self._file.write(part)
-                if self._checked:
-                    self._checksums[name] = zlib.crc32(part, self._checksums[name])
-            self._ends[name] = self._file.tell()
+            self._append(name, tensor.cpu())
+        self._num_tokens = end
 
     def finish(self) -> None:
-        """Write the header, which has the checksums."""
+        """Add the checksums."""
         assert self._num_tokens == len(self._request.input_ids), "a sample has other states than tokens"
-        self._file.seek(0)
-        self._file.write(self._header()[0])
+        checksums = [self._checksums.get(name, 0) for name in self._ends if name != _CHECKSUMS]
+        self._append(_CHECKSUMS, torch.tensor(checksums))
 
-    def _header(self) -> tuple[bytes, dict[str, int]]:
-        return file_header(self._shapes, _as_metadata(self._checksums))
-
-
-def _as_metadata(checksums: Mapping[str, int]) -> dict[str, str]:
-    """Return the crc32 of each column, in a fixed number of letters."""
-    return {name: f"{checksum:08x}" for name, checksum in checksums.items()}
+    def _append(self, name: str, tensor: Tensor) -> None:
+        self._file.seek(self._ends[name])
+        for part in bytes_of(tensor):
+            self._file.write(part)
+            if self._checked:
+                self._checksums[name] = zlib.crc32(part, self._checksums.get(name, 0))
+        self._ends[name] = self._file.tell()
 
 
 def file_bytes(

@@ -16,7 +16,6 @@ it shows only after the request was checked.
 With tensor parallelism every worker has the same states, and rank 0 delivers them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +34,7 @@ from vllm.v1.request import RequestStatus
 
 from data.capture.vllm.capture_request import PARAMS, CaptureRequest, tokens_sha256
 from data.capture.vllm.plugin.cache_copy import CacheReader
-from data.capture.vllm.plugin.delivery import Accepted, Deliveries, Delivery, resolved, transport_of
+from data.capture.vllm.plugin.delivery import Accepted, Deliveries, Delivery, resolved
 from data.capture.vllm.server_info import ServerInfo
 
 # Of the host, for states that wait to be delivered. Where a transport takes samples as a whole, more for one
@@ -46,7 +45,7 @@ _REASON_LETTERS = 1000
 _STATES_LAYER = "cache_only_layers."  # the layer's name in vLLM's ExtractHiddenStatesModel
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Computed:
     """A prompt whose first tokens' states are in the cache. When those of all are, the blocks are kept."""
 
@@ -69,13 +68,9 @@ class ComputedStates(KVConnectorMetadata):
 
 
 @dataclass
-class _Copied:
-    """A prompt of which the first states have been copied."""
-
+class _Sample:
     prompt: Computed  # as it was named last
     delivery: Delivery
-    num_tokens: int = 0
-    last_finished: Callable[[], bool] = lambda: False  # whether the last copy has
 
 
 class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
@@ -99,7 +94,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._done: list[Computed] = []
         self._reader: CacheReader | None = None
         self._deliveries: Deliveries | None = None
-        self._copied: dict[str, _Copied] = {}
+        self._samples: dict[str, _Sample] = {}
 
     # The scheduler's half.
 
@@ -141,9 +136,6 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if reason is not None:
             return reason
         return replace(capture, destination=resolved(capture.destination)), torch.tensor(token_ids)
-
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished_all_groups(request, (block_ids,))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         prompts, self._done = self._done, []
@@ -190,46 +182,43 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(connector_metadata, ComputedStates)
         if self._deliveries is None or self._reader is None:
             return
-        named = {prompt.request_id: prompt for prompt in connector_metadata.prompts}
-        for request_id, prompt in named.items():
-            if request_id not in self._copied:
-                self._copied[request_id] = _Copied(
-                    prompt, self._deliveries.open(prompt.capture, prompt.input_ids)
-                )
-            self._copied[request_id].prompt = prompt
-        for request_id, copied in self._copied.items():
-            # Only blocks of a prompt that runs or is done are its own.
-            if request_id in named or copied.prompt.is_done:
-                self._copy(copied, self._deliveries, self._reader)
+        prompts = connector_metadata.prompts
+        for prompt in prompts:
+            if prompt.request_id not in self._samples:
+                delivery = self._deliveries.open(prompt.capture, prompt.input_ids)
+                self._samples[prompt.request_id] = _Sample(prompt, delivery)
+            self._samples[prompt.request_id].prompt = prompt
+        for sample in self._samples.values():
+            # One that is neither done nor named may have been preempted: its blocks are another's.
+            if sample.prompt.is_done or sample.prompt in prompts:
+                self._copy(sample, self._deliveries, self._reader)
 
-    def _copy(self, copied: _Copied, deliveries: Deliveries, reader: CacheReader) -> None:
+    def _copy(self, sample: _Sample, deliveries: Deliveries, reader: CacheReader) -> None:
         """Start the copies for which there is room."""
-        prompt, size, destination = copied.prompt, reader.block_size, copied.prompt.capture.destination
+        prompt, size, destination = sample.prompt, reader.block_size, sample.prompt.capture.destination
         num_tokens = len(prompt.input_ids)
         end = num_tokens if prompt.is_done else prompt.num_tokens // size * size
         longest = max(1, _SLICE_BYTES // reader.bytes_of(1)) * size
-        if not transport_of(destination).in_slices:
-            end, longest = (num_tokens, num_tokens) if prompt.is_done else (0, 0)
-        while copied.num_tokens < end:
-            first, number = copied.num_tokens, min(longest, end - copied.num_tokens)
+        if "mooncake" in destination:  # which takes a sample at once
+            end, longest = (num_tokens if prompt.is_done else 0), num_tokens
+        while (first := sample.delivery.num_tokens) < end:
+            number = min(longest, end - first)
             if not deliveries.has_room(destination, reader.bytes_of(number)):
                 return
-            copy = reader.copy(prompt.block_ids[first // size :], number)
-            copied.num_tokens, copied.last_finished = first + number, copy.finished
-            copied.delivery.add(copy, last=copied.num_tokens == num_tokens)
+            sample.delivery.add(reader.copy(prompt.block_ids[first // size :], number))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose blocks are free again."""
-        for request_id in finished_req_ids & self._copied.keys():
-            if not self._copied[request_id].prompt.is_done:  # vLLM gave it up
-                self._copied.pop(request_id).delivery.abandon()
+        for request_id in finished_req_ids & self._samples.keys():
+            if not self._samples[request_id].prompt.is_done:  # vLLM gave it up
+                self._samples.pop(request_id).delivery.abandon()
         finished = {
             request_id
-            for request_id, copied in self._copied.items()
-            if copied.num_tokens == len(copied.prompt.input_ids) and copied.last_finished()
+            for request_id, sample in self._samples.items()
+            if sample.delivery.num_tokens == len(sample.prompt.input_ids) and sample.delivery.is_copied()
         }
         for request_id in finished:
-            del self._copied[request_id]
+            del self._samples[request_id]
         return finished or None, None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +87,6 @@ def resolved(destination: Mapping[str, Any]) -> dict[str, Any]:
     return {**destination, "spool": os.path.realpath(destination["spool"])}
 
 
-def transport_of(destination: Mapping[str, Any]) -> type[MooncakeTransport] | type[Spool]:
-    """Return the transport to a destination."""
-    return MooncakeTransport if "mooncake" in destination else Spool
-
-
 class _Outlet:
     """A destination, with the threads that put samples into it."""
 
@@ -103,18 +97,24 @@ class _Outlet:
         self._destination = destination
         self._transport: Transport | None = None
         self._opening = threading.Lock()
-        self._threads = ThreadPoolExecutor(_THREADS, "eagle31-delivery")
-        self.submit = self._threads.submit
+        # A sample has one of them, which keeps its slices in order.
+        self._threads = deque(ThreadPoolExecutor(1, "eagle31-delivery") for _ in range(_THREADS))
 
     def transport(self) -> Transport:
         with self._opening:
             if self._transport is None:
-                self._transport = transport_of(self._destination).from_json(self._destination)
+                kind = MooncakeTransport if "mooncake" in self._destination else Spool
+                self._transport = kind.from_json(self._destination)
             return self._transport
+
+    def next_thread(self) -> ThreadPoolExecutor:
+        self._threads.rotate()
+        return self._threads[0]
 
     def close(self) -> None:
         """Close the destination after what was submitted."""
-        self._threads.shutdown()
+        for thread in self._threads:
+            thread.shutdown()
         if self._transport is not None:
             self._transport.close()
 
@@ -184,53 +184,38 @@ class Delivery:
     def __init__(
         self, deliveries: Deliveries, outlet: _Outlet, request: StateRequest, num_aux_layers: int
     ) -> None:
-        self._deliveries, self._outlet = deliveries, outlet
+        self.num_tokens = 0  # whose copies were added
+        self.is_copied: Callable[[], bool] = lambda: True  # whether these copies have finished
+        self._deliveries, self._outlet, self._thread = deliveries, outlet, outlet.next_thread()
         self._request, self._num_aux_layers = request, num_aux_layers
-        self._lock, self._jobs = threading.Lock(), deque[Callable[[], None]]()  # the first one is under way
         self._opened = ExitStack()  # what the transport has of the sample
         self._write: Write | None = None
-        self._failed = False
 
-    def add(self, copy: HostCopy, *, last: bool) -> None:
-        """Deliver the states of the next tokens; after the last ones, the sample arrives."""
+    def add(self, copy: HostCopy) -> None:
+        """Deliver the states of the next tokens. After the last ones, the sample arrives."""
+        self.num_tokens, self.is_copied = self.num_tokens + len(copy.states), copy.finished
         self._deliveries.hold(self._outlet, copy.num_bytes)
-        self._do(partial(self._put, copy, last))
+        self._thread.submit(self._put, copy, self.num_tokens == len(self._request.input_ids))
 
     def abandon(self) -> None:
         """Remove what was delivered of the sample."""
-        self._do(self._remove)
+        self._thread.submit(self._remove)
 
-    def _do(self, job: Callable[[], None]) -> None:
-        with self._lock:
-            self._jobs.append(job)
-            if len(self._jobs) == 1:
-                self._outlet.submit(self._do_all)
-
-    def _do_all(self) -> None:
-        left = True
-        while left:
-            self._jobs[0]()
-            with self._lock:
-                self._jobs.popleft()
-                left = bool(self._jobs)
-
-    def _put(self, copy: HostCopy, last: bool) -> None:
+    def _put(self, copy: HostCopy, is_last: bool) -> None:
         try:
-            if self._failed:
-                return
             with self._opened as opened:
                 if self._write is None:
                     self._write = opened.enter_context(self._outlet.transport().writing(self._request))
                 copy.wait()
                 self._write(copy.states[:, : self._num_aux_layers], copy.states[:, -1])
-                if not last:
+                if not is_last:
                     self._opened = opened.pop_all()
         except Exception as error:
-            self._failed = True
+            self._write = lambda aux, final: None  # for its other slices
             what = f"{type(error).__name__}: {error}"[:_REASON_LETTERS]
             print(f"eagle31: {self._request.key} was not delivered: {what}", file=sys.stderr, flush=True)
         finally:
-            self._deliveries.hold(self._outlet, -copy.num_bytes, closes=last)
+            self._deliveries.hold(self._outlet, -copy.num_bytes, closes=is_last)
 
     def _remove(self) -> None:
         with suppress(Exception), self._opened:

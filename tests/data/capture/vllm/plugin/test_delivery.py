@@ -67,7 +67,7 @@ def test_slices_of_several_samples_arrive_in_order_and_hold_no_more_than_the_bou
     opened = [deliveries.open(prompt.asked_in(spool), prompt.ids) for prompt in prompts]
     for number, index in ((0, 0), (1, 0), (0, 1)):
         assert deliveries.has_room(destination, SLICE_BYTES)
-        opened[number].add(prompts[number].copy(index), last=False)
+        opened[number].add(prompts[number].copy(index))
     # Half of the bound is for one destination.
     assert not deliveries.has_room(destination, SLICE_BYTES)
     assert deliveries.has_room(destination | {"codec": "bf16"}, SLICE_BYTES)
@@ -78,7 +78,7 @@ def test_slices_of_several_samples_arrive_in_order_and_hold_no_more_than_the_bou
     assert not any(spool.arrived(prompt.request.key) for prompt in prompts)
     for number, indices in ((0, (2, 3)), (1, (1, 2, 3)), (2, (0, 1, 2, 3))):
         for index in indices:
-            opened[number].add(prompts[number].copy(index), last=index == 3)
+            opened[number].add(prompts[number].copy(index))
     for prompt in prompts:
         assert torch.equal(prompt.taken(spool), prompt.states[1:-2])
     deliveries.close()
@@ -93,9 +93,9 @@ def test_a_sample_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
     )
     delivery = deliveries.open(prompt.asked_in(spool), prompt.ids)
     prompt.may_finish.set()
-    delivery.add(prompt.copy(0), last=False)
+    delivery.add(prompt.copy(0))
     wait_for(lambda: list(tmp_path.glob("a.*.tmp")))
-    delivery.add(prompt.copy(1), last=False)
+    delivery.add(prompt.copy(1))
     delivery.abandon()
     deliveries.close()
     assert not list(tmp_path.iterdir())
@@ -112,7 +112,7 @@ def test_what_cannot_be_delivered_costs_itself_only(
     for prompt, to in ((lost, nowhere), (other, delivery)):
         prompt.may_finish.set()
         for index in range(4):
-            to.add(prompt.copy(index), last=index == 3)
+            to.add(prompt.copy(index))
     assert torch.equal(other.taken(spool), other.states[1:-2])
     deliveries.close()
     [line] = capsys.readouterr().err.splitlines()
@@ -135,6 +135,6 @@ def test_a_destination_is_kept_while_a_sample_is_on_its_way_there(
     for prompt, delivery, spool in zip(prompts, opened, spools, strict=True):
         prompt.may_finish.set()
         for index in range(4):
-            delivery.add(prompt.copy(index), last=index == 3)
+            delivery.add(prompt.copy(index))
         assert torch.equal(prompt.taken(spool), prompt.states[1:-2])
     deliveries.close()
