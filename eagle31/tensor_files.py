@@ -56,11 +56,32 @@ def read_header(file: BinaryIO, path: Path | str) -> dict[str, TensorEntry]:
     Raises:
         UserError: the file is a Git LFS pointer, truncated, or not a safetensors file.
     """
-    return _read_header(file, path)[0]
+    size = file.seek(0, 2)
+    file.seek(0)
+    prefix = file.read(len(_LFS_POINTER))
+    _refuse_pointer(prefix, path)
+    start = end = _LENGTH_BYTES + int.from_bytes(prefix[:_LENGTH_BYTES], "little")
+    try:
+        if start > size:
+            raise ValueError(f"it says that it has {start:,} bytes where the file has {size:,}")
+        file.seek(_LENGTH_BYTES)
+        content = json.loads(file.read(start - _LENGTH_BYTES))
+        content.pop("__metadata__", None)
+        entries = {}
+        for name, value in sorted(content.items(), key=lambda one: one[1]["data_offsets"]):
+            first, stop = value["data_offsets"]
+            end = start + stop
+            entries[name] = TensorEntry(value["dtype"], tuple(value["shape"]), start + first, end)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        remedy = f"Its header is damaged ({error}), or it is no safetensors file; {_AGAIN}."
+        raise UserError("file", path, remedy) from None
+    if end != size:
+        raise UserError("file", path, f"It has {size:,} bytes where its header says {end:,}; {_AGAIN}.")
+    return entries
 
 
-def map_tensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a safetensors file of `DTYPES`, mapped into memory, and its metadata.
+def map_tensors(path: Path | str) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file of `DTYPES`, mapped into memory.
 
     The mapping lasts as long as one of the tensors, also without the file's name. Writing to a tensor changes
     no file.
@@ -74,39 +95,12 @@ def map_tensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
         OSError: it cannot be opened.
     """
     with open(path, "rb") as file:
-        entries, metadata = _read_header(file, path)
+        entries = read_header(file, path)
         mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-    tensors = {
+    return {
         name: mapped[entry.start : entry.stop].view(DTYPES[entry.dtype]).reshape(entry.shape)
         for name, entry in entries.items()
     }
-    return tensors, metadata
-
-
-def _read_header(file: BinaryIO, path: Path | str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Return what `read_header` does, and the metadata."""
-    size = file.seek(0, 2)
-    file.seek(0)
-    prefix = file.read(len(_LFS_POINTER))
-    _refuse_pointer(prefix, path)
-    start = end = _LENGTH_BYTES + int.from_bytes(prefix[:_LENGTH_BYTES], "little")
-    try:
-        if start > size:
-            raise ValueError(f"it says that it has {start:,} bytes where the file has {size:,}")
-        file.seek(_LENGTH_BYTES)
-        content = json.loads(file.read(start - _LENGTH_BYTES))
-        metadata = content.pop("__metadata__", None) or {}
-        entries = {}
-        for name, value in sorted(content.items(), key=lambda one: one[1]["data_offsets"]):
-            first, stop = value["data_offsets"]
-            end = start + stop
-            entries[name] = TensorEntry(value["dtype"], tuple(value["shape"]), start + first, end)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        remedy = f"Its header is damaged ({error}), or it is no safetensors file; {_AGAIN}."
-        raise UserError("file", path, remedy) from None
-    if end != size:
-        raise UserError("file", path, f"It has {size:,} bytes where its header says {end:,}; {_AGAIN}.")
-    return entries, metadata
 
 
 def check_pointer(path: Path) -> None:

@@ -78,16 +78,23 @@ def encoded_bytes(codec: str, rows: Rows, num_aux_layers: int, hidden_size: int,
     return rows.tokens * _TOKEN_BYTES + (rows.aux * num_aux_layers + rows.final) * state
 
 
-def encode(sample: CapturedSample, codec: str) -> dict[str, Tensor]:
-    """Encode a sample, on the device of its states.
+def encode(
+    sample: CapturedSample, codec: str, supervised: Tensor | None = None, first: int = 0
+) -> dict[str, Tensor]:
+    """Encode a sample, or a slice of consecutive tokens of one, on the device of its states.
+
+    Args:
+        supervised: bool, of `supervised_final` of the whole sample, in which the slice begins at `first`.
 
     Returns:
         input_ids int32 [T], loss_mask bool [T], aux_hidden_states [Ra, A, Ht], final_hidden_states [Rl, Ht];
         with fp8 their `_exponents` uint8 [Ra, A] and [Rl]. Ra and Rl are those of `kept_rows`.
     """
-    supervised = supervised_final(sample.loss_mask)
-    aux = sample.aux_hidden_states[: supervised_aux(supervised)]
-    final = sample.final_hidden_states[supervised.to(sample.final_hidden_states.device)]
+    if supervised is None:
+        supervised = supervised_final(sample.loss_mask)
+    aux, final = sample.aux_hidden_states, sample.final_hidden_states
+    aux = aux[: max(0, supervised_aux(supervised) - first)]
+    final = final[supervised[first : first + len(final)].to(final.device)]
     tensors = {"input_ids": sample.input_ids.to(torch.int32), "loss_mask": sample.loss_mask}
     for name, states in zip(STATES, (aux, final), strict=True):
         if codec == "fp8":

@@ -5,6 +5,7 @@ faster xxhash, google-crc32c and blake3 would have to be installed into every vL
 """
 
 import json
+import math
 import os
 import re
 import zlib
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -74,10 +75,19 @@ def write_shard(path: Path, samples: Sequence[tuple[int, Mapping[str, Tensor]]])
     columns[_SAMPLE_IDS] = [torch.tensor([sample_id for sample_id, _ in samples])]
     columns[_ROWS] = [torch.tensor(rows, dtype=torch.int32)]
     columns[_CHECKSUMS] = [torch.tensor([sample_checksum(tensors) for _, tensors in samples])]
+    described = {}
+    for name, pieces in columns.items():
+        alike = {(piece.dtype, piece.shape[1:]) for piece in pieces}
+        assert len(alike) == 1, f"{name}: {alike}"
+        described[name] = (pieces[0].dtype, [sum(map(len, pieces)), *pieces[0].shape[1:]])
+    header, starts = file_header(described)
     partial = path.with_name(f".{path.name}.partial")
     try:
         with open(partial, "wb") as file:
-            write_columns(file, columns)
+            # This copies no contiguous tensor and lets other threads run, neither of which safetensors does.
+            file.write(header)
+            for part in chain.from_iterable(bytes_of(piece) for name in starts for piece in columns[name]):
+                file.write(part)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -88,47 +98,39 @@ def write_shard(path: Path, samples: Sequence[tuple[int, Mapping[str, Tensor]]])
 def sample_checksum(tensors: Mapping[str, Tensor]) -> int:
     """Return the crc32 of an encoded sample on the CPU: its columns' bytes, in the order of the file."""
     checksum = 0
-    for name in _file_order({name: [tensor] for name, tensor in tensors.items()}):
-        for part in _bytes_of(tensors[name]):
+    for name in sorted(tensors, key=lambda name: _file_order(name, tensors[name].dtype)):
+        for part in bytes_of(tensors[name]):
             checksum = zlib.crc32(part, checksum)
     return checksum
 
 
-def write_columns(
-    file: BinaryIO, columns: Mapping[str, Sequence[Tensor]], metadata: Mapping[str, str] | None = None
-) -> None:
-    """Write a safetensors file of tensors on the CPU, which are given in pieces of the first dimension.
-
-    A single pass copies no contiguous tensor and lets other threads run, neither of which safetensors' own
-    writer does.
+def file_header(columns: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[bytes, dict[str, int]]:
+    """Return the header of a safetensors file, and where each column starts in the file, in that order.
 
     Source: the safetensors format, https://github.com/huggingface/safetensors#format.
+
+    Args:
+        columns: the dtype and the shape of each.
     """
-    described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    order, start = _file_order(columns), 0
-    for name in order:
-        first = columns[name][0]
-        stop = start + sum(piece.nbytes for piece in columns[name])
-        shape = [sum(len(piece) for piece in columns[name]), *first.shape[1:]]
-        alike = {(piece.dtype, piece.shape[1:]) for piece in columns[name]}
-        assert len(alike) == 1, f"{name}: {alike}"
-        described[name] = {"dtype": _DTYPE_NAMES[first.dtype], "shape": shape, "data_offsets": [start, stop]}
-        start = stop
+    described: dict[str, Any] = {}
+    starts, stop = {}, 0
+    for name in sorted(columns, key=lambda name: _file_order(name, columns[name][0])):
+        dtype, shape = columns[name]
+        starts[name], stop = stop, stop + math.prod(shape) * dtype.itemsize
+        offsets = [starts[name], stop]
+        described[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for name in order:
-        for piece in columns[name]:
-            for part in _bytes_of(piece):
-                file.write(part)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + start for name, start in starts.items()}
 
 
-def _file_order(columns: Mapping[str, Sequence[Tensor]]) -> list[str]:
+def _file_order(name: str, dtype: torch.dtype) -> tuple[int, str]:
     # Wide types first, as safetensors does, so that all are aligned.
-    return sorted(columns, key=lambda name: (-columns[name][0].element_size(), name))
+    return -dtype.itemsize, name
 
 
-def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
+def bytes_of(tensor: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a tensor on the CPU. Of one that is not contiguous, a part at a time is copied."""
     num_rows = len(tensor) if tensor.is_contiguous() else _PART_BYTES // max(1, tensor[:1].nbytes)
     for part in tensor.detach().split(max(1, num_rows)):
@@ -256,7 +258,7 @@ class ShardFile:
         self._file.fill([(head.numpy().data, 0)])
         ids, rows, checksums = columns = [self._column(name) for name in (_SAMPLE_IDS, _ROWS, _CHECKSUMS)]
         checksum = 0
-        for part in chain.from_iterable(map(_bytes_of, (head, *columns))):
+        for part in chain.from_iterable(map(bytes_of, (head, *columns))):
             checksum = zlib.crc32(part, checksum)
         return ShardRecord(
             Path(self._file.path).name,

@@ -2,15 +2,17 @@
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from data.capture.transport.mooncake_store import MooncakeSettings, connect, load_mooncake
-from data.capture.transport.protocol import StateRequest
+from data.capture.transport.protocol import StateRequest, Write
 from data.samples import CapturedSample
 from eagle31.errors import UserError
 
@@ -84,6 +86,14 @@ class MooncakeTransport:
             hidden_size=content["hidden_size"],
             dtype=getattr(torch, content["dtype"]),
         )
+
+    @contextmanager
+    def writing(self, request: StateRequest) -> Iterator[Write]:
+        """Store a sample whose states are written at once.
+
+        Slices would need an open put, and the master discards one that is open for half a minute by default.
+        """
+        yield partial(self.put, request)
 
     def put(self, request: StateRequest, aux: Tensor, final: Tensor) -> None:
         """Store a sample; this blocks while the store is full. aux [T, A, Ht], final [T, Ht].

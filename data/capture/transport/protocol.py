@@ -1,11 +1,16 @@
 """The interfaces of transports and of producers of hidden states."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from data.samples import CapturedSample
+
+# Takes the states of the next n tokens: aux [n, A, Ht], and final [n, Ht] before the final norm.
+Write = Callable[[Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -20,8 +25,8 @@ class StateRequest:
 class Transport(Protocol):
     """Carries the states of a request from one process to another, once."""
 
-    def put(self, request: StateRequest, aux: Tensor, final: Tensor) -> None:
-        """Deliver a sample, on the producer's side. aux [T, A, Ht]; final [T, Ht], before the final norm."""
+    def writing(self, request: StateRequest) -> AbstractContextManager[Write]:
+        """Deliver a sample, on the producer's side. It arrives once the context ends without an error."""
         ...
 
     def take(self, request: StateRequest, timeout: float) -> CapturedSample | None:

@@ -2,27 +2,30 @@
 
 import errno
 import os
+import secrets
 import shutil
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from data.capture.transport.protocol import StateRequest
+from data.capture.transport.protocol import StateRequest, Write
 from data.samples import CapturedSample
-from data.store.codec import decode, encode, encoded_bytes, kept_rows
-from data.store.shards import sample_checksum, write_columns
+from data.store.codec import ROWS_OF, decode, encode, encoded_bytes, kept_rows, supervised_final
+from data.store.shards import bytes_of, file_header, sample_checksum
 from eagle31.errors import UserError
 from eagle31.tensor_files import map_tensors
 
 MEMORY = Path("/dev/shm")
 # The size of a file beyond the encoded sample: its header, and the partial last page.
 _FILE_BYTES = 8192
+_CHECKSUMS = "checksums"  # a column: the crc32 of each other one
 _SUFFIX, _UNFINISHED = ".safetensors", ".tmp"
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0005, 0.02
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -51,22 +54,22 @@ class Spool:
     def from_json(content: Mapping[str, Any]) -> "Spool":
         return Spool(Path(content["spool"]), content["codec"])
 
-    def put(self, request: StateRequest, aux: Tensor, final: Tensor) -> None:
-        """Write a sample's file. aux [T, A, Ht], final [T, Ht], on any device.
+    @contextmanager
+    def writing(self, request: StateRequest) -> Iterator[Write]:
+        """Write a sample's file, which others see once the context ends without an error.
 
         Raises:
             UserError: the disk is full.
             FileNotFoundError: the directory no longer exists.
         """
-        sample = CapturedSample(request.input_ids, request.loss_mask, aux, final)
-        tensors = {name: value.cpu() for name, value in encode(sample, self.codec).items()}
-        metadata = {"crc32": str(sample_checksum(tensors))} if self._checked else None
         # The file of a producer that died while it wrote the same sample would count towards the bound.
         self._remove_unfinished(request.key)
-        temporary = f"{self.directory}/{request.key}.{os.getpid()}{_UNFINISHED}"
+        temporary = f"{self.directory}/{request.key}.{secrets.token_hex(4)}{_UNFINISHED}"
         try:
             with open(temporary, "wb") as file:
-                write_columns(file, {name: [tensor] for name, tensor in tensors.items()}, metadata)
+                sample = _SampleFile(file, request, self.codec, self._checked)
+                yield sample.write
+                sample.finish()
             os.replace(temporary, self._path(request.key))
         except FileNotFoundError as error:
             if not self.directory.is_dir():
@@ -115,14 +118,15 @@ class Spool:
         Its mapped states outlive the file's name.
         """
         try:
-            tensors, metadata = map_tensors(path)
+            tensors = map_tensors(path)
         except FileNotFoundError:
             return None
         except UserError:
             if not self._checked:
                 raise
             return None
-        if self._checked and metadata.get("crc32") != str(sample_checksum(tensors)):
+        checksums = tensors.pop(_CHECKSUMS).tolist()
+        if self._checked and checksums != [sample_checksum({name: one}) for name, one in tensors.items()]:
             return None
         return decode(tensors)
 
@@ -134,6 +138,47 @@ class Spool:
             for name in os.listdir(self.directory):
                 if name.startswith(f"{key}.") and name.endswith(_UNFINISHED):
                     _remove(f"{self.directory}/{name}")
+
+
+class _SampleFile:
+    """The file of a sample, whose columns grow with each slice. Their sizes follow from the loss mask."""
+
+    def __init__(self, file: BinaryIO, request: StateRequest, codec: str, checked: bool) -> None:
+        self._file, self._request, self._codec, self._checked = file, request, codec, checked
+        self._supervised = supervised_final(request.loss_mask)
+        self._num_tokens = 0
+        self._ends: dict[str, int] = {}  # by column, in the order of the file: where what was written ends
+        self._checksums: dict[str, int] = {}
+
+    def write(self, aux: Tensor, final: Tensor) -> None:
+        """Add the states of the next tokens."""
+        first, end = self._num_tokens, self._num_tokens + len(final)
+        ids, mask = self._request.input_ids[first:end], self._request.loss_mask[first:end]
+        tensors = encode(CapturedSample(ids, mask, aux, final), self._codec, self._supervised, first)
+        if not self._ends:
+            rows = vars(kept_rows(self._request.loss_mask))
+            columns = {
+                name: (one.dtype, [rows[ROWS_OF[name]], *one.shape[1:]]) for name, one in tensors.items()
+            }
+            header, self._ends = file_header(columns | {_CHECKSUMS: (torch.int64, [len(columns)])})
+            self._file.write(header)
+        for name, tensor in tensors.items():
+            self._append(name, tensor.cpu())
+        self._num_tokens = end
+
+    def finish(self) -> None:
+        """Add the checksums."""
+        assert self._num_tokens == len(self._request.input_ids), "a sample has other states than tokens"
+        checksums = [self._checksums.get(name, 0) for name in self._ends if name != _CHECKSUMS]
+        self._append(_CHECKSUMS, torch.tensor(checksums))
+
+    def _append(self, name: str, tensor: Tensor) -> None:
+        self._file.seek(self._ends[name])
+        for part in bytes_of(tensor):
+            self._file.write(part)
+            if self._checked:
+                self._checksums[name] = zlib.crc32(part, self._checksums.get(name, 0))
+        self._ends[name] = self._file.tell()
 
 
 def file_bytes(

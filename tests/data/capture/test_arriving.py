@@ -21,6 +21,7 @@ from data.store.index import write_manifest
 from data.store.writer import StoreWriter
 from eagle31.errors import UserError
 from eagle31.training.batch import PackedBatch
+from tests.data.capture.transport.putting import put
 
 SHAPE = StateShape(num_aux_layers=3, hidden_size=256, dtype=torch.float32)
 CODEC = "exact"
@@ -66,7 +67,7 @@ class PromptProducer:
     def request(self, request: StateRequest) -> bool:
         self.requests.append(request)
         if self.put(request):
-            self.spool.put(request, *random_states(request.input_ids))
+            put(self.spool, request, *random_states(request.input_ids))
         self.most_bytes = max(self.most_bytes, used_bytes(self.spool))
         return True
 
@@ -208,7 +209,7 @@ def test_what_takes_an_engine_long_is_requested_once(
         if next(num_polls) < 10:  # five times as long as a sample may take to arrive
             return False
         [request] = producer.requests
-        spool.put(request, *random_states(request.input_ids))
+        put(spool, request, *random_states(request.input_ids))
         return True
 
     monkeypatch.setattr(producer, "answered", answered)
@@ -249,10 +250,10 @@ def test_what_a_restarted_producer_puts_twice_is_removed(spool: Spool) -> None:
     producer.num_restarts += 1
     # It died before it reported that these were done.
     for request in producer.requests[:6]:
-        spool.put(request, *random_states(request.input_ids))
+        put(spool, request, *random_states(request.input_ids))
     assert_right(source.get_many(ORDER[2:4]), ORDER[2:4])
     for request in producer.requests[2:4]:
-        spool.put(request, *random_states(request.input_ids))
+        put(spool, request, *random_states(request.input_ids))
     assert_right(source.get_many(ORDER[4:6]), ORDER[4:6])
     waiting = {path.stem for path in spool.directory.iterdir()}
     assert waiting == {request.key for request in producer.requests[6:]}

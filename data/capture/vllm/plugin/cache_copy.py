@@ -20,7 +20,7 @@ class HostCopy:
 
 
 class CacheReader:
-    """Copies the states of finished requests; on CUDA, in a stream that runs next to vLLM's.
+    """Copies states that have been computed; on CUDA, in a stream that runs next to vLLM's.
 
     Host memory comes from PyTorch, which keeps what was pinned before for the next copies.
 
@@ -29,6 +29,7 @@ class CacheReader:
     """
 
     def __init__(self, cache: Tensor) -> None:
+        self.block_size = cache.shape[2]
         self._blocks = cache.transpose(1, 2)  # [num_blocks, block_size, L, Ht]
         self._stream = torch.cuda.Stream(cache.device) if cache.is_cuda else None
 
@@ -58,3 +59,8 @@ class CacheReader:
             event = torch.cuda.Event()
             event.record(self._stream)
         return HostCopy(states, blocks.nbytes, event.query, event.synchronize)
+
+    def hold_back_writes(self) -> None:
+        """Have what vLLM computes from now on wait for the copies, whose blocks it may have given away."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._blocks.device).wait_stream(self._stream)

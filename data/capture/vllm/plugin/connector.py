@@ -1,18 +1,22 @@
 """The connector inside vLLM, which hands the hidden states of requested prompts to a transport.
 
 vLLM's `extract_hidden_states` method keeps the states in its cache, in blocks next to those of keys and
-values, so that chunked prefill and prefix caching apply to them as well. When a prompt is done, the
-scheduler's half of this connector checks the request and keeps the blocks. The worker's half copies the
-blocks to host memory and frees them, and threads deliver the copies. Where those are slower, blocks are kept
+values, so that chunked prefill and prefix caching apply to them as well. While a prompt is prefilled, the
+scheduler's half of this connector says in each step what has been computed before, and the worker's half
+copies it to host memory in slices, which threads deliver. When the prompt is done, the scheduler's half keeps
+its blocks until the rest is copied. Where deliveries are slower than copies, copies wait, blocks are kept
 longer, and vLLM admits fewer prompts: memory is bounded by `PENDING_BYTES` and the cache.
 
+What has been copied of a prompt stays valid when vLLM preempts it: it computes the same states again, and
+copies continue where they were.
+
 What is wrong with a request or its destination never ends vLLM: the answer has the reason, or the log where
-it shows only after the answer.
+it shows only after the request was checked.
 
 With tensor parallelism every worker has the same states, and rank 0 delivers them.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,30 +34,43 @@ from vllm.v1.request import RequestStatus
 
 from data.capture.vllm.capture_request import PARAMS, CaptureRequest, tokens_sha256
 from data.capture.vllm.plugin.cache_copy import CacheReader
-from data.capture.vllm.plugin.delivery import Accepted, Deliveries, resolved
+from data.capture.vllm.plugin.delivery import Accepted, Deliveries, Delivery, resolved
 from data.capture.vllm.server_info import ServerInfo
 
-# Of the host, for states that wait to be delivered; more where one prompt takes more.
+# Of the host, for states that wait to be delivered. Where a transport takes samples as a whole, more for one
+# that is larger.
 PENDING_BYTES = 1 << 31
+_SLICE_BYTES = PENDING_BYTES // 8  # at most, copied at once
 _REASON_LETTERS = 1000
 _STATES_LAYER = "cache_only_layers."  # the layer's name in vLLM's ExtractHiddenStatesModel
 
 
-@dataclass(frozen=True)
-class PendingCopy:
-    """A finished prompt whose blocks are kept until they are copied."""
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """A prompt whose first tokens' states are in the cache. When those of all are, the blocks are kept."""
 
     request_id: str
     capture: CaptureRequest
-    input_ids: list[int]
+    input_ids: torch.Tensor  # int64 [T], of the whole prompt
     block_ids: list[int]
+    num_tokens: int
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_tokens >= len(self.input_ids)
 
 
 @dataclass
-class PendingCopies(KVConnectorMetadata):
-    """The copies that the scheduler hands to the workers with every step."""
+class ComputedStates(KVConnectorMetadata):
+    """What the scheduler tells the workers with every step: what the steps before have computed."""
 
-    copies: list[PendingCopy] = field(default_factory=list)
+    prompts: list[Computed]
+
+
+@dataclass
+class _Sample:
+    prompt: Computed  # as it was named last
+    delivery: Delivery
 
 
 class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
@@ -72,59 +89,69 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._info = ServerInfo.of(vllm_config)
         self._group = _states_group(kv_cache_config)
         self._accepted = _accepted(self._info, self._settings)
-        self._copies: list[PendingCopy] = []
+        # What requests that are under way ask for, with their tokens, or why they get nothing.
+        self._asked: dict[str, tuple[CaptureRequest, torch.Tensor] | str] = {}
+        self._done: list[Computed] = []
         self._reader: CacheReader | None = None
         self._deliveries: Deliveries | None = None
-        self._copying: dict[str, Any] = {}
+        self._samples: dict[str, _Sample] = {}
 
     # The scheduler's half.
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        own = (request.kv_transfer_params or {}).get(PARAMS)
+        if own is None or request.request_id in self._asked:
+            return
+        try:
+            asked = self._what_it_asks_for(own, request.prompt_token_ids)
+        except Exception as error:  # Other clients use this engine, too.
+            reason = f"This is no request for hidden states: {type(error).__name__}: {error}"
+            asked = reason[:_REASON_LETTERS]
+        self._asked[request.request_id] = asked
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        own = (request.kv_transfer_params or {}).get(PARAMS)
-        if own is None:
+        asked = self._asked.pop(request.request_id, None)
+        if asked is None:
             return False, None
-        try:
-            return self._answer(own, request, block_ids)
-        except Exception as error:  # Other clients use this engine, too.
-            reason = f"This is no request for hidden states: {type(error).__name__}: {error}"
-            return False, {PARAMS: {"error": reason[:_REASON_LETTERS]}}
-
-    def _answer(
-        self, own: dict[str, Any], request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any]]:
         done = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         if not done or request.num_computed_tokens < request.num_prompt_tokens:
-            return False, {PARAMS: {"error": f"vLLM gave the request up: {request.status.name}"}}
-        input_ids = list(request.prompt_token_ids)
-        capture = CaptureRequest.from_params(own, len(input_ids))
-        if tokens_sha256(input_ids) != capture.tokens_sha256:
-            return False, {
-                PARAMS: {"error": "The token ids that vLLM computed are not those that were sent."}
-            }
-        if len(input_ids) > self._info.max_tokens:
-            longest = f"the {self._info.max_tokens} that are captured"
-            return False, {PARAMS: {"error": f"{len(input_ids)} tokens are more than {longest}."}}
-        reason = self._accepted.refusal(capture.destination)
-        if reason is not None:
-            return False, {PARAMS: {"error": reason}}
-        capture = replace(capture, destination=resolved(capture.destination))
-        self._copies.append(PendingCopy(request.request_id, capture, input_ids, block_ids[self._group]))
+            asked = f"vLLM gave the request up: {request.status.name}"
+        if isinstance(asked, str):
+            return False, {PARAMS: {"error": asked}}
+        num_tokens = request.num_prompt_tokens
+        self._done.append(Computed(request.request_id, *asked, block_ids[self._group], num_tokens))
         return True, {PARAMS: {}}
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished_all_groups(request, (block_ids,))
+    def _what_it_asks_for(
+        self, own: dict[str, Any], token_ids: list[int]
+    ) -> tuple[CaptureRequest, torch.Tensor] | str:
+        capture = CaptureRequest.from_params(own, len(token_ids))
+        if tokens_sha256(token_ids) != capture.tokens_sha256:
+            return "The token ids that vLLM computed are not those that were sent."
+        if len(token_ids) > self._info.max_tokens:
+            return f"{len(token_ids)} tokens are more than the {self._info.max_tokens} that are captured."
+        reason = self._accepted.refusal(capture.destination)
+        if reason is not None:
+            return reason
+        return replace(capture, destination=resolved(capture.destination)), torch.tensor(token_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        copies, self._copies = self._copies, []
-        return PendingCopies(copies)
+        prompts, self._done = self._done, []
+        running = scheduler_output.scheduled_cached_reqs
+        for request_id, num_tokens in zip(running.req_ids, running.num_computed_tokens, strict=True):
+            asked = self._asked.get(request_id)
+            # What a request begins or resumes with may be computed in this step, for another one.
+            if isinstance(asked, tuple) and request_id not in running.resumed_req_ids:
+                block_ids = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
+                prompt = Computed(request_id, *asked, block_ids[self._group], num_tokens)
+                if not prompt.is_done:  # while it is prefilled
+                    prompts.append(prompt)
+        return ComputedStates(prompts)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return 0, False
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        pass
 
     def get_finished_count(self) -> int:
         return 1  # only rank 0 reports finished copies
@@ -141,34 +168,58 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         expected = (len(self._info.layer_ids), block_size, self._info.hidden_size)
         assert cache.shape[1:] == expected, f"the cache is {tuple(cache.shape)}, not [..., {expected}]"
         self._reader = CacheReader(cache)
-        limit = max(PENDING_BYTES, self._reader.bytes_of(self._info.max_tokens))
-        self._deliveries = Deliveries(len(self._info.aux_layer_ids), limit)
+        # Of a store that takes whole samples only.
+        longest = self._reader.bytes_of(self._info.max_tokens) if self._accepted.mooncake_masters else 0
+        self._deliveries = Deliveries(len(self._info.aux_layer_ids), max(PENDING_BYTES, longest))
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._reader is not None:
+            self._reader.hold_back_writes()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Start copies of what the steps before have computed, which run while this one computes."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, ComputedStates)
+        if self._deliveries is None or self._reader is None:
+            return
+        prompts = connector_metadata.prompts
+        for prompt in prompts:
+            if prompt.request_id not in self._samples:
+                delivery = self._deliveries.open(prompt.capture, prompt.input_ids)
+                self._samples[prompt.request_id] = _Sample(prompt, delivery)
+            self._samples[prompt.request_id].prompt = prompt
+        for sample in self._samples.values():
+            # One that is neither done nor named may have been preempted: its blocks are another's.
+            if sample.prompt.is_done or sample.prompt in prompts:
+                self._copy(sample, self._deliveries, self._reader)
+
+    def _copy(self, sample: _Sample, deliveries: Deliveries, reader: CacheReader) -> None:
+        """Start the copies for which there is room."""
+        prompt, size, destination = sample.prompt, reader.block_size, sample.prompt.capture.destination
+        num_tokens = len(prompt.input_ids)
+        end = num_tokens if prompt.is_done else prompt.num_tokens // size * size
+        longest = max(1, _SLICE_BYTES // reader.bytes_of(1)) * size
+        if "mooncake" in destination:  # which takes a sample at once
+            end, longest = (num_tokens if prompt.is_done else 0), num_tokens
+        while (first := sample.delivery.num_tokens) < end:
+            number = min(longest, end - first)
+            if not deliveries.has_room(destination, reader.bytes_of(number)):
+                return
+            sample.delivery.add(reader.copy(prompt.block_ids[first // size :], number))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Start copies for which there is room, and return the requests whose blocks are free again."""
-        if self._deliveries is None or self._reader is None:
-            return None, None
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, PendingCopies)
-        self._copies.extend(metadata.copies)
-        self._start_copies(self._deliveries, self._reader)
-        finished = {request_id for request_id, copy in self._copying.items() if copy.finished()}
+        """Return the requests whose blocks are free again."""
+        for request_id in finished_req_ids & self._samples.keys():
+            if not self._samples[request_id].prompt.is_done:  # vLLM gave it up
+                self._samples.pop(request_id).delivery.abandon()
+        finished = {
+            request_id
+            for request_id, sample in self._samples.items()
+            if sample.delivery.num_tokens == len(sample.prompt.input_ids) and sample.delivery.is_copied()
+        }
         for request_id in finished:
-            del self._copying[request_id]
+            del self._samples[request_id]
         return finished or None, None
-
-    def _start_copies(self, deliveries: Deliveries, reader: CacheReader) -> None:
-        """Start the copies for which there is room."""
-        waiting: list[PendingCopy] = []
-        for pending in self._copies:
-            num_tokens = len(pending.input_ids)
-            if not deliveries.has_room(pending.capture.destination, reader.bytes_of(num_tokens)):
-                waiting.append(pending)
-                continue
-            copy = reader.copy(pending.block_ids, num_tokens)
-            deliveries.submit(pending.capture, torch.tensor(pending.input_ids), copy)
-            self._copying[pending.request_id] = copy
-        self._copies = waiting
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass

@@ -4,8 +4,10 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from data.capture.transport.mooncake import MooncakeTransport
-from data.capture.transport.protocol import StateRequest, Transport
+from data.capture.transport.protocol import StateRequest, Transport, Write
 from data.capture.transport.spool import Spool
 from data.capture.vllm.capture_request import CaptureRequest
 from data.capture.vllm.plugin.cache_copy import HostCopy
@@ -89,12 +91,14 @@ class _Outlet:
     """A destination, with the threads that put samples into it."""
 
     def __init__(self, destination: Mapping[str, Any]) -> None:
-        self.held_bytes = 0  # of samples that were submitted and not yet put; guarded by the deliveries
+        # Samples that were opened, and the memory of their slices that were not yet put; guarded by the
+        # deliveries.
+        self.num_open, self.held_bytes = 0, 0
         self._destination = destination
         self._transport: Transport | None = None
         self._opening = threading.Lock()
-        self._threads = ThreadPoolExecutor(_THREADS, "eagle31-delivery")
-        self.submit = self._threads.submit
+        # A sample has one of them, which keeps its slices in order.
+        self._threads = deque(ThreadPoolExecutor(1, "eagle31-delivery") for _ in range(_THREADS))
 
     def transport(self) -> Transport:
         with self._opening:
@@ -103,15 +107,20 @@ class _Outlet:
                 self._transport = kind.from_json(self._destination)
             return self._transport
 
+    def next_thread(self) -> ThreadPoolExecutor:
+        self._threads.rotate()
+        return self._threads[0]
+
     def close(self) -> None:
         """Close the destination after what was submitted."""
-        self._threads.shutdown()
+        for thread in self._threads:
+            thread.shutdown()
         if self._transport is not None:
             self._transport.close()
 
 
 class Deliveries:
-    """The samples on their way to all destinations, and the host memory that they hold.
+    """The samples on their way to all destinations, and the host memory that their slices hold.
 
     A sample that cannot be delivered costs itself only: the reason is in the server's log, and its client
     requests it again. A destination holds at most half of the memory, so that one that is slow leaves room
@@ -138,13 +147,20 @@ class Deliveries:
             fair = held == 0 or held + num_bytes <= self._limit_bytes // 2
             return self._held_bytes == 0 or (fits and fair)
 
-    def submit(self, capture: CaptureRequest, input_ids: Tensor, copy: HostCopy) -> None:
-        """Deliver a sample in the background. input_ids int64 [T]."""
+    def open(self, capture: CaptureRequest, input_ids: Tensor) -> "Delivery":
+        """Return a sample that is delivered in the background. input_ids int64 [T]."""
         with self._lock:
             outlet = self._outlet(capture.destination)
-            outlet.held_bytes += copy.num_bytes
-            self._held_bytes += copy.num_bytes
-        outlet.submit(self._deliver, outlet, capture, input_ids, copy)
+            outlet.num_open += 1
+        request = StateRequest(capture.key, input_ids, capture.loss_mask(len(input_ids)))
+        return Delivery(self, outlet, request, self._num_aux_layers)
+
+    def hold(self, outlet: _Outlet, num_bytes: int, *, closes: bool = False) -> None:
+        """Count the memory of a copy; it is negative at the copy's end, which may be that of the sample."""
+        with self._lock:
+            outlet.held_bytes += num_bytes
+            self._held_bytes += num_bytes
+            outlet.num_open -= closes
 
     def close(self) -> None:
         """Return when everything submitted is delivered."""
@@ -155,25 +171,56 @@ class Deliveries:
         name = _name(destination)
         outlet = self._outlets.pop(name, None) or _Outlet(destination)
         if len(self._outlets) >= MAX_DESTINATIONS:
-            idle = next((key for key, one in self._outlets.items() if one.held_bytes == 0), None)
+            idle = next((key for key, one in self._outlets.items() if one.num_open == 0), None)
             if idle is not None:
                 self._outlets.pop(idle).close()
         self._outlets[name] = outlet
         return outlet
 
-    def _deliver(self, outlet: _Outlet, capture: CaptureRequest, input_ids: Tensor, copy: HostCopy) -> None:
+
+class Delivery:
+    """A sample on its way, whose slices are put into the transport one after another."""
+
+    def __init__(
+        self, deliveries: Deliveries, outlet: _Outlet, request: StateRequest, num_aux_layers: int
+    ) -> None:
+        self.num_tokens = 0  # whose copies were added
+        self.is_copied: Callable[[], bool] = lambda: True  # whether these copies have finished
+        self._deliveries, self._outlet, self._thread = deliveries, outlet, outlet.next_thread()
+        self._request, self._num_aux_layers = request, num_aux_layers
+        self._opened = ExitStack()  # what the transport has of the sample
+        self._write: Write | None = None
+
+    def add(self, copy: HostCopy) -> None:
+        """Deliver the states of the next tokens. After the last ones, the sample arrives."""
+        self.num_tokens, self.is_copied = self.num_tokens + len(copy.states), copy.finished
+        self._deliveries.hold(self._outlet, copy.num_bytes)
+        self._thread.submit(self._put, copy, self.num_tokens == len(self._request.input_ids))
+
+    def abandon(self) -> None:
+        """Remove what was delivered of the sample."""
+        self._thread.submit(self._remove)
+
+    def _put(self, copy: HostCopy, is_last: bool) -> None:
         try:
-            copy.wait()
-            states, mask = copy.states, capture.loss_mask(len(input_ids))
-            request = StateRequest(capture.key, input_ids, mask)
-            outlet.transport().put(request, states[:, : self._num_aux_layers], states[:, -1])
+            with self._opened as opened:
+                if self._write is None:
+                    self._write = opened.enter_context(self._outlet.transport().writing(self._request))
+                copy.wait()
+                self._write(copy.states[:, : self._num_aux_layers], copy.states[:, -1])
+                if not is_last:
+                    self._opened = opened.pop_all()
         except Exception as error:
+            self._write = lambda aux, final: None  # for its other slices
             what = f"{type(error).__name__}: {error}"[:_REASON_LETTERS]
-            print(f"eagle31: {capture.key} was not delivered: {what}", file=sys.stderr, flush=True)
+            print(f"eagle31: {self._request.key} was not delivered: {what}", file=sys.stderr, flush=True)
         finally:
-            with self._lock:
-                outlet.held_bytes -= copy.num_bytes
-                self._held_bytes -= copy.num_bytes
+            self._deliveries.hold(self._outlet, -copy.num_bytes, closes=is_last)
+
+    def _remove(self) -> None:
+        with suppress(Exception), self._opened:
+            raise RuntimeError("vLLM gave the prompt up")
+        self._deliveries.hold(self._outlet, 0, closes=True)
 
 
 def _name(destination: Mapping[str, Any]) -> str:

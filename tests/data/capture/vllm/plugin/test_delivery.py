@@ -1,0 +1,140 @@
+"""Slices of samples on their way from vLLM's cache to a spool."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.capture.transport.protocol import StateRequest
+from data.capture.transport.spool import Spool
+from data.capture.vllm.capture_request import CaptureRequest
+from data.capture.vllm.plugin.cache_copy import CacheReader, HostCopy
+from data.capture.vllm.plugin.delivery import Deliveries
+
+NUM_LAYERS, BLOCK_SIZE, HIDDEN_SIZE, NUM_BLOCKS = 3, 4, 8, 12
+NUM_TOKENS = 30
+SLICE_BYTES = 2 * BLOCK_SIZE * (NUM_LAYERS + 1) * HIDDEN_SIZE * 4
+ENDS = (8, 16, 24, NUM_TOKENS)
+
+
+class Prompt:
+    """A prompt whose states are in a cache, from which they are copied two blocks at a time."""
+
+    def __init__(self, key: str, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        cache = torch.randn(NUM_BLOCKS, NUM_LAYERS + 1, BLOCK_SIZE, HIDDEN_SIZE, generator=generator)
+        self.block_ids = torch.randperm(NUM_BLOCKS, generator=generator).tolist()
+        self.reader = CacheReader(cache)
+        self.states = cache.transpose(1, 2)[self.block_ids].flatten(0, 1)[:NUM_TOKENS]
+        self.ids = torch.randint(100, (NUM_TOKENS,), generator=generator)
+        self.request = StateRequest(key, self.ids, torch.ones(NUM_TOKENS, dtype=torch.bool))
+        self.may_finish = threading.Event()
+
+    def asked_in(self, spool: Spool) -> CaptureRequest:
+        return CaptureRequest.of(spool.to_json(), self.request.key, self.ids.tolist(), self.request.loss_mask)
+
+    def copy(self, index: int) -> HostCopy:
+        """Return a slice whose copy has finished once `may_finish` is set."""
+        first = index * 2 * BLOCK_SIZE
+        copy = self.reader.copy(self.block_ids[first // BLOCK_SIZE :], ENDS[index] - first)
+        return HostCopy(copy.states, copy.num_bytes, self.may_finish.is_set, lambda: _wait(self.may_finish))
+
+    def taken(self, spool: Spool) -> Tensor:
+        sample = spool.take(self.request, timeout=1000)
+        assert sample is not None
+        return torch.cat([sample.aux_hidden_states, sample.final_hidden_states[:, None]], dim=1)[1:-2]
+
+
+def _wait(event: threading.Event) -> None:
+    assert event.wait(1000)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 1000
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_slices_of_several_samples_arrive_in_order_and_hold_no_more_than_the_bound(tmp_path: Path) -> None:
+    spool, deliveries = Spool(tmp_path, "exact"), Deliveries(NUM_LAYERS, 6 * SLICE_BYTES)
+    prompts = [Prompt(f"{number}", number) for number in range(3)]
+    destination = spool.to_json()
+    opened = [deliveries.open(prompt.asked_in(spool), prompt.ids) for prompt in prompts]
+    for number, index in ((0, 0), (1, 0), (0, 1)):
+        assert deliveries.has_room(destination, SLICE_BYTES)
+        opened[number].add(prompts[number].copy(index))
+    # Half of the bound is for one destination.
+    assert not deliveries.has_room(destination, SLICE_BYTES)
+    assert deliveries.has_room(destination | {"codec": "bf16"}, SLICE_BYTES)
+    assert not deliveries.has_room(destination | {"codec": "bf16"}, 4 * SLICE_BYTES)
+    for prompt in prompts:
+        prompt.may_finish.set()
+    wait_for(lambda: deliveries.has_room(destination, 7 * SLICE_BYTES))  # one always may, if it is alone
+    assert not any(spool.arrived(prompt.request.key) for prompt in prompts)
+    for number, indices in ((0, (2, 3)), (1, (1, 2, 3)), (2, (0, 1, 2, 3))):
+        for index in indices:
+            opened[number].add(prompts[number].copy(index))
+    for prompt in prompts:
+        assert torch.equal(prompt.taken(spool), prompt.states[1:-2])
+    deliveries.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sample_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+    spool, deliveries, prompt = (
+        Spool(tmp_path, "exact"),
+        Deliveries(NUM_LAYERS, 2 * SLICE_BYTES),
+        Prompt("a", 0),
+    )
+    delivery = deliveries.open(prompt.asked_in(spool), prompt.ids)
+    prompt.may_finish.set()
+    delivery.add(prompt.copy(0))
+    wait_for(lambda: list(tmp_path.glob("a.*.tmp")))
+    delivery.add(prompt.copy(1))
+    delivery.abandon()
+    deliveries.close()
+    assert not list(tmp_path.iterdir())
+    assert deliveries.has_room(spool.to_json(), 7 * SLICE_BYTES)
+
+
+def test_what_cannot_be_delivered_costs_itself_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deliveries, (lost, other) = Deliveries(NUM_LAYERS, 1 << 20), (Prompt("lost", 0), Prompt("other", 1))
+    spool = Spool(tmp_path, "exact")
+    nowhere = deliveries.open(lost.asked_in(Spool(tmp_path / "no", "exact")), lost.ids)
+    delivery = deliveries.open(other.asked_in(spool), other.ids)
+    for prompt, to in ((lost, nowhere), (other, delivery)):
+        prompt.may_finish.set()
+        for index in range(4):
+            to.add(prompt.copy(index))
+    assert torch.equal(other.taken(spool), other.states[1:-2])
+    deliveries.close()
+    [line] = capsys.readouterr().err.splitlines()
+    assert "eagle31: lost was not delivered: FileNotFoundError" in line
+    assert deliveries.has_room(spool.to_json(), 2 << 20)
+
+
+def test_a_destination_is_kept_while_a_sample_is_on_its_way_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.capture.vllm.plugin.delivery.MAX_DESTINATIONS", 1)
+    deliveries, prompts, spools = Deliveries(NUM_LAYERS, 1 << 20), [], []
+    for number in range(3):
+        (tmp_path / f"{number}").mkdir()
+        spools.append(Spool(tmp_path / f"{number}", "exact"))
+        prompts.append(Prompt("a", number))
+    opened = [
+        deliveries.open(one.asked_in(spool), one.ids) for spool, one in zip(spools, prompts, strict=True)
+    ]
+    for prompt, delivery, spool in zip(prompts, opened, spools, strict=True):
+        prompt.may_finish.set()
+        for index in range(4):
+            delivery.add(prompt.copy(index))
+        assert torch.equal(prompt.taken(spool), prompt.states[1:-2])
+    deliveries.close()
