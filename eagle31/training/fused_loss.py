@@ -141,7 +141,7 @@ def _chunks(schedule: ChunkSchedule, chunk_size: int, device: torch.device) -> I
     num_positions = len(schedule.teacher_rows)
     edges = torch.arange(0, num_positions + chunk_size, chunk_size)
     bounds = torch.stack([torch.searchsorted(step.teacher_index_host, edges) for step in schedule.steps])
-    starts = F.pad(bounds.diff(dim=1).cumsum(0), (0, 0, 1, 0)).t()
+    starts = F.pad(bounds.diff(dim=1).cumsum(0), (0, 0, 1, 0)).t().contiguous()
     of_steps = bounds.tolist()
     for number, of_chunk in enumerate(to_device(list(starts), device)):
         first = number * chunk_size
