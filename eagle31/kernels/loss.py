@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 4096  # columns of a row that a program has at once, 16 in each of its threads
+# Columns of a row that a program has at once. They are 16 for each thread, so that no two threads have the
+# same column, which one would still read when the other has written the gradient over it.
+_BLOCK = 4096
 _WARPS = 8
 _SUM_BLOCK = 1024
 _LOWEST = tl.constexpr(-3.0e38)  # finite, so that its difference from -inf is a number
@@ -40,7 +42,7 @@ def teacher_rows(
     greedy = torch.empty_like(lse, dtype=torch.int32) if with_mass else None
     teacher_kernel[(num_rows,)](
         logits, logits.stride(0), size, ids, kept, num_kept, lse, mass, greedy,
-        PRUNED=ids is not None, WITH_MASS=with_mass, BLOCK=_block(size), num_warps=_WARPS,
+        PRUNED=ids is not None, WITH_MASS=with_mass, BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
     return kept, lse, mass, greedy
 
@@ -62,9 +64,9 @@ def differentiate(
     """Turn the logits of all steps into the gradients of their weighted losses. Two launches.
 
     Args:
-        logits: [n, Vd] of any float dtype up to float32, contiguous: the rows of one step after another's.
+        logits: [n, Vd] of any float dtype up to float32, contiguous: the rows of step 0, then of step 1, ...
         teacher, lse, draft_mass, greedy: those of `teacher_rows`; the last two may be None for cross entropy.
-        teacher_index: int64 [n], each row's teacher, counted from the teacher's row -`first`.
+        teacher_index: int64 [n], the index of each row's teacher, plus `first`.
         starts: int64 [K + 1], the first row of each step, and n.
         longest: rows of the step that has most.
         weights: float64 [K], of the steps.
@@ -78,14 +80,10 @@ def differentiate(
     loss_kernel[(longest * num_steps,)](
         logits, size, teacher, teacher.stride(0), lse, draft_mass, greedy, teacher_index, first,
         starts, weights, found, num_rows, lk_eta or 0.0,
-        LK=lk_eta is not None, WITH_MASS=draft_mass is not None, STEPS=num_steps, BLOCK=_block(size),
+        LK=lk_eta is not None, WITH_MASS=draft_mass is not None, STEPS=num_steps, BLOCK=_BLOCK,
         num_warps=_WARPS,
     )  # fmt: skip
     sum_kernel[(num_steps,)](found, num_rows, starts, sums, STEPS=num_steps, BLOCK=_SUM_BLOCK)
-
-
-def _block(size: int) -> int:
-    return min(_BLOCK, triton.next_power_of_2(size))
 
 
 @triton.jit

@@ -19,10 +19,12 @@ from eagle31.training.rollout import chunk_rollout, prefill
 from eagle31.training.schedule import ChunkSchedule, RolloutSchedule, schedule_rollout
 
 # Logits held at once, the teacher's and the drafter's together. On the CPU they are few enough that the
-# allocator reuses their pages. On a GPU each chunk reads and writes the head's gradient, in float32; with so
-# many, that takes less than a tenth of the time of the product that is added to it.
+# allocator reuses their pages.
 CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**29}
 MIN_POSITIONS = 32  # smaller chunks make inefficient matrix products
+# On a GPU. Each chunk reads and writes the head's gradient in float32. At an H100's peak rates that takes as
+# long as the product of 1,200 rows, whatever the vocabulary is.
+MIN_ROWS = 2**13
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,8 @@ def chunk_positions(
     Each position holds the teacher's logits once and the drafter's `num_steps` times.
     """
     teacher = 2 * vocab_size if full_vocabulary else draft_vocab_size
-    return max(MIN_POSITIONS, CHUNK_LOGITS[device] // (teacher + num_steps * draft_vocab_size))
+    fewest = MIN_ROWS // num_steps if device == "cuda" else MIN_POSITIONS
+    return max(fewest, CHUNK_LOGITS[device] // (teacher + num_steps * draft_vocab_size))
 
 
 def teacher_of(
