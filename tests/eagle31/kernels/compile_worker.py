@@ -44,7 +44,7 @@ def compiled(module: str, function: str, types: dict[str, Any], num_warps: int) 
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        command = [TOOL, "--dump-resource-usage", file.name]
+        command = [str(TOOL), "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {key.lower(): int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     return {**found, "shared": binary.metadata.shared}
