@@ -25,7 +25,7 @@ class TargetHead(nn.Module):
     def forward(self, final_hidden: Tensor) -> Tensor:
         """Map final_hidden [..., Ht], before the final norm, to logits [..., V] in the parameters' dtype."""
         logits = self.lm_head(self.norm(final_hidden.to(self.weight.dtype)))
-        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
+        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def rows(self, token_ids: Tensor) -> "TargetHead":
         """Return a head with logits [..., Vd] of some tokens alone; token_ids is int64 [Vd]."""

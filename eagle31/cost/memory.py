@@ -27,7 +27,7 @@ class StepMemory:
     state_gradients: int  # gradients of the head's inputs, made by the loss
     head_gradient: int  # accumulated in float32, if the head is trained
     cast_gradient: int  # the same in the training dtype, which backward passes on; 0 if that is float32
-    loss_chunk: int  # logits, distributions, a part of the head's gradient
+    loss_chunk: int  # logits, distributions; on the CPU a part of the head's gradient
     backward: int  # the largest module's gradients, and those of the state between modules
 
     @property
@@ -68,7 +68,9 @@ def step_memory(
     head = config.draft_vocab_size * hidden
     narrow = itemsize < _WIDE
     num_rows = 2 if device == "cuda" else 1
-    product = min(head, PRODUCT_ELEMENTS) * itemsize if head_trained and narrow else 0
+    product = 0
+    if head_trained and narrow and device == "cpu":
+        product = min(head, PRODUCT_ELEMENTS) * itemsize
     step = _Step(config, itemsize)
     prefill = 0
     in_chunks = rollout_chunk is not None
@@ -171,12 +173,12 @@ def _loss_chunk(
     positions = chunk_positions(device, vocab, draft, num_steps, with_metrics)
     positions = min(positions, max(counts.teachers, 1))
     rows = positions * num_steps
-    teacher_width = vocab if with_metrics else draft
-    probs = positions * draft * _WIDE
-    wide = 0 if itemsize == _WIDE else positions * teacher_width * _WIDE
-    # Logits, a copy in float32, and the log-sum-exp's temporary.
-    teacher = positions * teacher_width * itemsize + wide + positions * teacher_width * _WIDE
-    # One step's logits in float32, the teacher's distribution at its rows, and the softmax.
-    elementwise = 3 * positions * draft * _WIDE if device == "cuda" else 0
     buffers = rows * (draft + config.hidden_size) * itemsize
-    return buffers + probs + max(teacher, elementwise)
+    teacher_width = vocab if with_metrics else draft
+    teacher = positions * teacher_width * itemsize
+    if device == "cuda":
+        kept = positions * draft * itemsize if with_metrics and config.pruned else 0
+        return buffers + teacher + kept
+    # A copy of the teacher's logits in float32, and the log-sum-exp's temporary.
+    wide = 0 if itemsize == _WIDE else positions * teacher_width * _WIDE
+    return buffers + positions * draft * _WIDE + teacher + wide + positions * teacher_width * _WIDE

@@ -5,8 +5,8 @@ in chunks, together with all pairs (t = j-1-k, k) that predict them. The teacher
 once per position, the pairs' logits in one matrix product, and the gradients in the same pass. Then the
 logits are dropped, so the peak memory is that of one chunk.
 
-The elementwise part of a chunk runs in blocks of one step's rows: all of them on a GPU, and on the CPU as
-many as fit its caches.
+On a GPU the elementwise part of a chunk is one kernel, with the weights of the steps. On the CPU it runs in
+blocks of one step's rows, as many as fit the caches.
 
 Source: Liger-Kernel's fused linear cross entropy computes its gradient in the forward pass in the same way.
 """
@@ -18,15 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from eagle31.kernels.elementwise import widened
-from eagle31.training.objectives import Loss, Teacher, loss_with_gradient
+from eagle31.kernels.transfer import to_device
+from eagle31.training.objectives import LK_ETA, Loss, Teacher, TeacherLogits, loss_with_gradient
 from eagle31.training.schedule import ChunkSchedule
 
 # Logits of a block on the CPU: few enough for its caches, and enough that waking other threads costs little
 # of each operation.
 BLOCK_LOGITS = 2**19
-# Elements of the head's gradient that are computed at once where they are narrower than their sum.
+# Elements of the head's gradient that the CPU computes at once where they are narrower than their sum.
 PRODUCT_ELEMENTS = 2**25
 
 
@@ -34,7 +36,7 @@ PRODUCT_ELEMENTS = 2**25
 class _Loss:
     """What the loss depends on, apart from the draft head and the states."""
 
-    teacher: Callable[[slice], Teacher]
+    teacher: Callable[[slice], Teacher | TeacherLogits]
     schedule: ChunkSchedule
     objective: Loss
     step_weights: tuple[float, ...]
@@ -46,7 +48,9 @@ class _Chunk:
     """The teacher positions `first`, `first + 1`, ..., and for each step the rows that predict them."""
 
     first: int
+    num_positions: int
     rows: list[slice]
+    starts: Tensor  # int64 [K + 1], on the device: where each step's rows start in the chunk, and its size
 
 
 class _OnePass(torch.autograd.Function):
@@ -76,7 +80,7 @@ class _OnePass(torch.autograd.Function):
 def one_pass_loss(
     states: Sequence[Tensor],
     weight: Tensor,
-    teacher: Callable[[slice], Teacher],
+    teacher: Callable[[slice], Teacher | TeacherLogits],
     schedule: ChunkSchedule,
     objective: Loss,
     step_weights: Sequence[float],
@@ -110,51 +114,79 @@ def _run(
     sums = torch.zeros(5, len(states), dtype=torch.float64, device=weight.device)
     grad_weight = torch.zeros_like(weight, dtype=wide) if for_weight else weight.new_empty(0)
     grad_states = [torch.empty_like(x) for x in states] if for_states else []
+    weights = to_device([torch.tensor(loss.step_weights, dtype=torch.float64)], weight.device)[0]
     # All chunks share one buffer: the page faults of a new one cost as much as the softmax.
     num_positions = min(loss.chunk_size, len(loss.schedule.teacher_rows))
     buffer = weight.new_empty(num_positions * len(states), weight.shape[0])
-    for chunk in _chunks(loss.schedule, loss.chunk_size):
+    for chunk in _chunks(loss.schedule, loss.chunk_size, weight.device):
         rows = torch.cat([x[piece] for x, piece in zip(states, chunk.rows, strict=True)])
         logits = torch.mm(rows, weight.t(), out=buffer[: len(rows)])
-        _differentiate(loss, logits, chunk, sums)
+        weighted = _differentiate(loss, logits, chunk, weights, sums)
         parts = rows.split([piece.stop - piece.start for piece in chunk.rows])
         if for_weight:
-            for part, scale in zip(parts, loss.step_weights, strict=True):
-                part.mul_(scale)
+            if not weighted:
+                torch._foreach_mul_(parts, loss.step_weights)
             _add_product(grad_weight, logits.t(), rows)
         if for_states:
             torch.mm(logits, weight, out=rows)
-            for grad, piece, part, scale in zip(
-                grad_states, chunk.rows, parts, loss.step_weights, strict=True
-            ):
-                torch.mul(part, scale, out=grad[piece])
-    sums[4] = torch.stack([scale * one for scale, one in zip(loss.step_weights, sums[1], strict=True)])
-    total = sum(sums[4])
-    assert isinstance(total, Tensor)
-    return total.to(wide), sums, grad_weight, grad_states
+            if not weighted:
+                torch._foreach_mul_(parts, loss.step_weights)
+            into = [grad[piece] for grad, piece in zip(grad_states, chunk.rows, strict=True)]
+            torch._foreach_copy_(into, parts)
+    torch.mul(weights, sums[1], out=sums[4])
+    return sums[4].sum().to(wide), sums, grad_weight, grad_states
 
 
-def _chunks(schedule: ChunkSchedule, chunk_size: int) -> Iterator[_Chunk]:
+def _chunks(schedule: ChunkSchedule, chunk_size: int, device: torch.device) -> Iterator[_Chunk]:
     num_positions = len(schedule.teacher_rows)
     edges = torch.arange(0, num_positions + chunk_size, chunk_size)
-    bounds = [torch.searchsorted(step.teacher_index_host, edges).tolist() for step in schedule.steps]
-    for number, first in enumerate(range(0, num_positions, chunk_size)):
-        yield _Chunk(first, [slice(of_step[number], of_step[number + 1]) for of_step in bounds])
+    bounds = torch.stack([torch.searchsorted(step.teacher_index_host, edges) for step in schedule.steps])
+    starts = F.pad(bounds.diff(dim=1).cumsum(0), (0, 0, 1, 0)).t().contiguous()
+    of_steps = bounds.tolist()
+    for number, of_chunk in enumerate(to_device(list(starts), device)):
+        first = number * chunk_size
+        rows = [slice(of_step[number], of_step[number + 1]) for of_step in of_steps]
+        yield _Chunk(first, min(chunk_size, num_positions - first), rows, of_chunk)
 
 
-def _differentiate(loss: _Loss, logits: Tensor, chunk: _Chunk, sums: Tensor) -> None:
-    """Turn the logits of a chunk into their gradients, without the steps' weights, and add to the sums."""
-    num_positions = min(loss.chunk_size, len(loss.schedule.teacher_rows) - chunk.first)
-    teacher = loss.teacher(slice(chunk.first, chunk.first + num_positions))
+def _differentiate(loss: _Loss, logits: Tensor, chunk: _Chunk, weights: Tensor, sums: Tensor) -> bool:
+    """Turn the logits of a chunk into their gradients, and add to the sums.
+
+    Returns:
+        Whether the gradients have the steps' weights.
+    """
+    teacher = loss.teacher(slice(chunk.first, chunk.first + chunk.num_positions))
+    if isinstance(teacher, Teacher):
+        _differentiate_in_blocks(loss, logits, teacher, chunk, sums)
+        return False
+    from eagle31.kernels.loss import differentiate
+
+    steps = zip(loss.schedule.steps, chunk.rows, strict=True)
+    differentiate(
+        logits,
+        *teacher,
+        teacher_index=torch.cat([step.teacher_index[piece] for step, piece in steps]),
+        first=chunk.first,
+        starts=chunk.starts,
+        longest=max(piece.stop - piece.start for piece in chunk.rows),
+        weights=weights,
+        lk_eta=LK_ETA if loss.objective is Loss.lk_lambda else None,
+        sums=sums,
+    )
+    return True
+
+
+def _differentiate_in_blocks(
+    loss: _Loss, logits: Tensor, teacher: Teacher, chunk: _Chunk, sums: Tensor
+) -> None:
     entropy = teacher.entropy() if loss.objective.needs_full_vocabulary else None
-    on_gpu = logits.device.type == "cuda"
-    block_rows = num_positions if on_gpu else max(1, BLOCK_LOGITS // logits.shape[1])
+    block_rows = max(1, BLOCK_LOGITS // logits.shape[1])
     scratch = logits.new_empty(min(block_rows, len(logits)), logits.shape[1], dtype=teacher.probs.dtype)
     of_steps = logits.split([piece.stop - piece.start for piece in chunk.rows])
     for step, (piece, of_step) in enumerate(zip(chunk.rows, of_steps, strict=True)):
         # Where a step has a row for every position of the chunk, slices save copies of the teacher.
         index = None
-        if len(of_step) < num_positions:
+        if len(of_step) < chunk.num_positions:
             index = loss.schedule.steps[step].teacher_index[piece] - chunk.first
         for start in range(0, len(of_step), block_rows):
             stop = min(start + block_rows, len(of_step))
@@ -192,12 +224,19 @@ def _block(
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left @ right to `total`, which is float32 where the factors are narrower.
 
-    Then the product has the factors' dtype before it is added. It is computed for some of its rows at a time,
-    because all of it would be half as large as `total`.
+    Then the CPU rounds the product to the factors' dtype before it is added. It computes some of its rows at
+    a time, because all of it would be half as large as `total`.
     """
     if total.dtype == right.dtype:
         total.addmm_(left, right)
-        return
-    num_rows = max(1, PRODUCT_ELEMENTS // total.shape[1])
-    for part, factor in zip(total.split(num_rows), left.split(num_rows), strict=True):
-        part += factor @ right
+    elif total.device.type == "cuda":
+        _add_wide_product(total, left, right)
+    else:
+        num_rows = max(1, PRODUCT_ELEMENTS // total.shape[1])
+        for part, factor in zip(total.split(num_rows), left.split(num_rows), strict=True):
+            part += factor @ right
+
+
+def _add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to `total` without rounding it to the factors' dtype."""
+    torch.addmm(total, left, right, out_dtype=total.dtype, out=total)

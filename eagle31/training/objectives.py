@@ -12,6 +12,7 @@ Source: LK losses (arXiv 2602.23881); alpha is that of speculative sampling (arX
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +48,15 @@ class Teacher:
     def entropy(self) -> Tensor:
         """Return the entropy of `probs`, [N]."""
         return -torch.xlogy(self.probs, self.probs).sum(-1)
+
+
+class TeacherLogits(NamedTuple):
+    """The same distribution as a GPU holds it: the probabilities are exp(logits - lse)."""
+
+    logits: Tensor  # [N, Vd], in the target's dtype
+    lse: Tensor  # float32 [N], the log-sum-exp of `logits`
+    draft_mass: Tensor | None  # float32 [N]
+    greedy: Tensor | None  # int32 [N]
 
 
 def plain_alpha(logits: Tensor, teacher: Teacher) -> Tensor:

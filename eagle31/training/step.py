@@ -14,14 +14,17 @@ from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch, captured_rows, sampled, supervised_drafts
 from eagle31.training.chunks import in_chunks
 from eagle31.training.fused_loss import one_pass_loss
-from eagle31.training.objectives import Loss, Teacher
+from eagle31.training.objectives import Loss, Teacher, TeacherLogits
 from eagle31.training.rollout import chunk_rollout, prefill
 from eagle31.training.schedule import ChunkSchedule, RolloutSchedule, schedule_rollout
 
 # Logits held at once, the teacher's and the drafter's together. On the CPU they are few enough that the
-# allocator reuses their pages; on a GPU they are enough to keep it busy.
-CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**28}
+# allocator reuses their pages.
+CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**29}
 MIN_POSITIONS = 32  # smaller chunks make inefficient matrix products
+# On a GPU. Each chunk reads and writes the head's gradient in float32. At an H100's peak rates that takes as
+# long as the product of 1,200 rows, whatever the vocabulary is.
+MIN_ROWS = 2**13
 
 
 @dataclass(frozen=True)
@@ -139,24 +142,29 @@ def chunk_positions(
     Each position holds the teacher's logits once and the drafter's `num_steps` times.
     """
     teacher = 2 * vocab_size if full_vocabulary else draft_vocab_size
-    return max(MIN_POSITIONS, CHUNK_LOGITS[device] // (teacher + num_steps * draft_vocab_size))
+    fewest = MIN_ROWS // num_steps if device == "cuda" else MIN_POSITIONS
+    return max(fewest, CHUNK_LOGITS[device] // (teacher + num_steps * draft_vocab_size))
 
 
 def teacher_of(
     frozen: FrozenParts, batch: PackedBatch, chunk: ChunkSchedule, full_vocabulary: bool
-) -> Callable[[slice], Teacher]:
+) -> Callable[[slice], Teacher | TeacherLogits]:
     """Return a function from some of the chunk's teacher rows to the target's distributions there.
 
     With `full_vocabulary` they have their mass on the draft vocabulary and the target's greedy tokens too.
     """
 
     @torch.no_grad()
-    def teacher(part: slice) -> Teacher:
+    def teacher(part: slice) -> Teacher | TeacherLogits:
         rows, host_rows = chunk.teacher_rows[part], chunk.teacher_rows_host[part]
         hidden = captured_rows(batch.final_hidden_states, rows, host_rows, frozen.embed_tokens.dtype)
-        if not full_vocabulary:
-            return Teacher(_softmax(frozen.draft_logits(hidden)), None, None)
-        return full_teacher(frozen.target_head(hidden), frozen.draft_target_ids)
+        logits = frozen.target_head(hidden) if full_vocabulary else frozen.draft_logits(hidden)
+        ids = frozen.draft_target_ids if full_vocabulary else None
+        if logits.device.type == "cuda":
+            from eagle31.kernels.loss import teacher_rows
+
+            return TeacherLogits(*teacher_rows(logits, ids, full_vocabulary))
+        return full_teacher(logits, ids) if full_vocabulary else Teacher(_softmax(logits), None, None)
 
     return teacher
 
