@@ -139,6 +139,8 @@ def deepspeed_config(
         "train_batch_size": micro_batches * world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
+        # The mean is taken in bf16 at ZeRO 2, and rounds where the number of ranks is no power of two.
+        "gradient_allreduce_op": "mean" if zero_stage == 3 else "sum",
         "gradient_clipping": 0.0,  # ClippedAdamW clips
         # At ZeRO 0 DeepSpeed would accumulate in bf16; there `TrainedModule` rounds float32 weights.
         "bf16": {

@@ -231,10 +231,12 @@ def optimizer_step(
     """
     own = torch.tensor([step_rows.counts.num_supervised, int(stop)])
     counts = sum_over_ranks(to_device([own], world.device)[0])
-    # DeepSpeed averages over ranks, and over as many micro-batches as the largest step has. But the loss is a
-    # sum over all of them, divided once.
-    micro_batches = model_engine.gradient_accumulation_steps()
-    scale = micro_batches * world.size / counts[0].clamp(min=1).double()
+    # DeepSpeed averages over as many micro-batches as the largest step has, and at ZeRO 3 over ranks. But the
+    # loss is a sum over all of them, divided once.
+    averaged = model_engine.gradient_accumulation_steps()
+    if model_engine.gradient_average:
+        averaged *= world.size
+    scale = averaged / counts[0].clamp(min=1).double()
     on_host = HostCopy(counts)
     optimizer: ClippedAdamW = model_engine.basic_optimizer
     optimizer.set_learning_rate(lr)
