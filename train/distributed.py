@@ -20,6 +20,7 @@ from data.addresses import is_loopback
 from eagle31.errors import UserError
 
 POLL_SECONDS = 0.5
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _STORE_SECONDS = 60.0  # time to reach torchrun's store
 
 
@@ -56,9 +57,15 @@ class World:
         """Make this rank's GPU the current one, which CUDA work that names no device uses.
 
         Without this, every process of a node also creates a context on the first GPU.
+
+        Its memory is mapped as it is needed, so that rows of different lengths leave no gaps, unless the user
+        has configured PyTorch's allocator. It is no variable of the environment, because vLLM and TorchSpec's
+        engines would inherit it: a store that registers their memory would then read what is elsewhere.
         """
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+                torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
     @staticmethod
     def from_environment() -> "World":

@@ -3,7 +3,7 @@
 What is done here and in the files next to this one although DeepSpeed has a part for it, and why:
 
     checkpoints   its own resume with the same ranks and ZeRO stage alone, and run code when they are read
-    clipping      it clips and skips differently at every ZeRO stage, and waits for the device at some
+    clipping      it clips and skips differently at every ZeRO stage, and waits for the device
     Muon          its own changes the gradient before the norm is computed, so clipping would see the result
     rounding      at ZeRO 0 in bf16 it accumulates gradients in bf16, and keeps the float32 weights to itself
     the last row  it counts micro-batches, and steps here may have fewer rows on some ranks
@@ -33,6 +33,7 @@ from eagle31.training.step import DepthSums, rollout_loss
 from eagle31.training.teacher_forced import greedy_hits
 from train.distributed import World
 from train.trainer.matrices import is_matrix
+from train.trainer.model_engine import ModelEngine, computes_norm
 from train.trainer.optimizer import ClippedAdamW, Muon
 
 # Adam's decay rates and its epsilon: those of EAGLE, and PyTorch's.
@@ -132,10 +133,14 @@ def deepspeed_config(
     zero: dict[str, Any] = {"stage": zero_stage}
     if offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    elif zero_stage == 2 or (zero_stage == 1 and not bf16):
+        zero["compute_grad_norm"] = False  # `gradient_norm` does, without waiting
     return {
         "train_batch_size": micro_batches * world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
+        # The mean is taken in bf16 at ZeRO 2, and rounds where the number of ranks is no power of two.
+        "gradient_allreduce_op": "mean" if zero_stage == 3 else "sum",
         "gradient_clipping": 0.0,  # ClippedAdamW clips
         # At ZeRO 0 DeepSpeed would accumulate in bf16; there `TrainedModule` rounds float32 weights.
         "bf16": {
@@ -148,6 +153,7 @@ def deepspeed_config(
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the device twice in a micro-batch
     }
 
 
@@ -183,8 +189,14 @@ def initialize_model_engine(
     if config["zero_optimization"]["stage"] == 3:
         module.gather_all()
     with redirect_stdout(io.StringIO()):  # DeepSpeed's optimizer for bf16 prints what memory it uses
-        model_engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-    if model_engine.zero_optimization():
+        model_engine = ModelEngine(
+            args=None,
+            model=module,
+            optimizer=optimizer,
+            config=config,
+            config_class=deepspeed.DeepSpeedConfig(config),
+        )
+    if computes_norm(config["zero_optimization"]):
         optimizer.reduced_norm = lambda: model_engine.optimizer._global_grad_norm
     if isinstance(optimizer, Muon):
         optimizer.attach(model_engine, matrices)

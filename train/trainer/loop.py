@@ -217,9 +217,9 @@ def optimizer_step(
 ) -> tuple[HostCopy, Tensor]:
     """Run forward, backward and update over this rank's micro-batches.
 
-    The host does not wait for the device, but DeepSpeed does at ZeRO 1 in bf16 and at ZeRO 3, once in a step:
-    it looks at the gradient's norm. One collective operation has all that the ranks need to know of each
-    other.
+    The host does not wait for the device at ZeRO 0, 1 and 2. DeepSpeed waits at ZeRO 3, in each micro-batch
+    for its reductions and in each step for the gradient's norm, and wherever the optimizer is on the CPU. One
+    collective operation has all that the ranks need to know of each other.
 
     Args:
         with_metrics: also compute `LOGGED_METRICS`, which need the target's full vocabulary.
@@ -231,22 +231,20 @@ def optimizer_step(
     """
     own = torch.tensor([step_rows.counts.num_supervised, int(stop)])
     counts = sum_over_ranks(to_device([own], world.device)[0])
-    # DeepSpeed averages over ranks, and over as many micro-batches as the largest step has. But the loss is a
-    # sum over all of them, divided once.
-    micro_batches = model_engine.gradient_accumulation_steps()
-    scale = micro_batches * world.size / counts[0].clamp(min=1).double()
+    # DeepSpeed averages over as many micro-batches as the largest step has, and at ZeRO 3 over ranks. But the
+    # loss is a sum over all of them, divided once.
+    averaged = model_engine.gradient_accumulation_steps()
+    if model_engine.gradient_average:
+        averaged *= world.size
+    scale = averaged / counts[0].clamp(min=1).double()
     on_host = HostCopy(counts)
     optimizer: ClippedAdamW = model_engine.basic_optimizer
     optimizer.set_learning_rate(lr)
     window.count(step_rows.counts)
     for number, row in enumerate(step_rows.rows, start=1):
-        is_last = number == step_rows.num_rows
-        model_engine.set_gradient_accumulation_boundary(is_last)
+        model_engine.set_gradient_accumulation_boundary(number == step_rows.num_rows)
         loss, sums = model_engine(row.batch, row.schedule, with_metrics)
         model_engine.backward(loss * scale.to(loss.dtype) * spoiled_unless_finite(loss))
-        if is_last:
-            optimizer.begin_step()
         model_engine.step()
         window.add(sums, with_metrics or model_engine.module.objective.needs_full_vocabulary)
-    optimizer.end_step()
     return on_host, optimizer.grad_norm

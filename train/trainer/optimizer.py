@@ -38,7 +38,7 @@ class ClippedAdamW(torch.optim.AdamW):
     ) -> None:
         super().__init__(parameters, fused=True, **settings)
         self.max_grad_norm = max_grad_norm
-        self.reduced_norm: Callable[[], Tensor | float] | None = None  # DeepSpeed's, with ZeRO
+        self.reduced_norm: Callable[[], Tensor | float] | None = None  # DeepSpeed's, see `begin_step`
         self.grad_norm = torch.tensor(0.0)  # of the newest step, before clipping
         self._factor: Tensor | None = None
         self._refused: Tensor | None = None
@@ -49,9 +49,15 @@ class ClippedAdamW(torch.optim.AdamW):
         assert self._refused is not None
         return self._refused
 
-    def begin_step(self) -> None:
-        """Call before the model engine's step."""
+    def begin_step(self, norm: Tensor | None) -> None:
+        """Call before the model engine's step.
+
+        Args:
+            norm: of the reduced gradient. None: `reduced_norm` returns it in the model engine's step.
+        """
         self._refused = None
+        if norm is not None:
+            self._decide(norm)
 
     def end_step(self) -> None:
         """Call after the model engine's step, which some ZeRO stages skip if the gradient is not finite."""
@@ -65,7 +71,8 @@ class ClippedAdamW(torch.optim.AdamW):
         assert closure is None
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if self._refused is None:
-            self._decide(gradients)
+            assert self.reduced_norm is not None
+            self._decide(torch.as_tensor(self.reduced_norm()))
         assert self._factor is not None
         assert self._refused is not None
         for gradient in gradients:
@@ -91,12 +98,8 @@ class ClippedAdamW(torch.optim.AdamW):
         """Update the weights of `param_groups` from their clipped gradients."""
         super().step()
 
-    def _decide(self, gradients: list[Tensor]) -> None:
+    def _decide(self, norm: Tensor) -> None:
         """Set the norm, the factor of the gradient, and whether the step is refused."""
-        if self.reduced_norm is None:
-            norm = torch.stack([gradient.float().norm() for gradient in gradients]).pow(2).sum().sqrt()
-        else:
-            norm = torch.as_tensor(self.reduced_norm())
         factor = (self.max_grad_norm / (norm + _EPSILON)).clamp(max=1)
         # DeepSpeed replaces the norm of a gradient that is not finite by -1 at some ZeRO stages.
         self.grad_norm, self._factor, self._refused = norm, factor, ~norm.isfinite() | (norm < 0)

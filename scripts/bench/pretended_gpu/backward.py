@@ -81,6 +81,8 @@ def _call(node: Any, gradients: dict[int, Tensor]) -> Sequence[Tensor | None]:
     if hasattr(node, "variable"):
         leaf, gradient = node.variable, gradients[0]
         leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+        for hook in (leaf._post_accumulate_grad_hooks or {}).values():
+            hook(leaf)
         return ()
     wanted = range(len(node._input_metadata))
     if isinstance(node, BackwardCFunction):

@@ -103,7 +103,7 @@ class PretendedGpu(TorchDispatchMode):
             "Event": event,
         }
         return [
-            mock.patch.object(FakeTensor, "tolist", self._read),
+            mock.patch.object(FakeTensor, "tolist", lambda tensor: self._read(tensor)),
             mock.patch.object(torch.Tensor, "record_stream", record_stream),
             mock.patch.object(torch.backends.cuda, "is_flash_attention_available", return_value=True),
             *(mock.patch.object(kind, "run", launch) for kind in (JITFunction, InterpretedFunction)),
@@ -130,7 +130,8 @@ class PretendedGpu(TorchDispatchMode):
             return self._copy(func, args, kwargs)
         if func in _READS:
             self._wait("read", func)
-            return True if func is aten.equal.default else _ones((), args[0].dtype).item()
+            with unset_fake_temporarily():
+                return func is aten.equal.default or torch.ones((), dtype=args[0].dtype).item()
         if func in _INDEXED:
             for index in args[1]:
                 if index is not None and index.dtype in (torch.bool, torch.uint8):

@@ -194,7 +194,7 @@ def main() -> None:
     # The rows of validation have 1 and 12 chunks.
     engine_module.greedy_hits = partial(greedy_hits, chunk_rows=3)
     # What two processes are compared with is of one process.
-    fp32, bf16, muon = ((0, 2, 3), (3,), (2, 3)) if world.size > 1 else ((0,), (1,), (0,))
+    fp32, bf16, muon = ((0, 2, 3), (1, 2, 3), (2, 3)) if world.size > 1 else ((0,), (1,), (0,))
     results = {f"zero{stage}": losses_at(stage, False, world) for stage in fp32}
     results |= {f"bf16-zero{stage}": losses_at(stage, True, world) for stage in bf16}
     results |= {f"muon-zero{stage}": losses_at(stage, False, world, matrix_lr=MATRIX_LR) for stage in muon}
