@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full(why): a test that runs with --full only")
     settings.register_profile("suite", deadline=None, database=None, derandomize=True)
     settings.load_profile("suite")
-    if config.getoption("tx") and not hasattr(config, "workerinput"):
+    if config.getoption("tx", None) and not hasattr(config, "workerinput"):
         fork_workers()
 
 

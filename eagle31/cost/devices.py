@@ -40,14 +40,14 @@ def peak_bf16_flops(device_name: str) -> float | None:
 
 
 # What kernels reach, to predict times with.
-# Matrix products of the best shapes reach 0.80 of the peak on H100 and H200 and 0.82 to 0.86 on A100; those of a step
-# have other shapes. Source: "maximum achievable matmul FLOPS" of stas00/ml-engineering.
+# Matrix products of the best shapes reach 0.80 of the peak on H100 and H200 and 0.82 to 0.86 on A100; those
+# of a step have other shapes. Source: "maximum achievable matmul FLOPS" of stas00/ml-engineering.
 _MATMUL_FRACTION = 0.7
 # Large copies reach 0.90, and reductions less. Source: systems/a100_80g.json of calculon-ai/calculon.
 _BANDWIDTH_FRACTION = 0.85
-# By name: bytes per second of the GPU's memory and of the link to the host, by NVIDIA's data sheets of the SXM cards
-# with the most memory; and the fraction of the peak that attention reaches. PyTorch's kernel is FlashAttention-2. It
-# reaches 0.35 on Hopper (arXiv 2407.08608), and 0.50 to 0.73 on A100 (arXiv 2307.08691).
+# By name: bytes per second of the GPU's memory and of the link to the host, by NVIDIA's data sheets of the
+# SXM cards with the most memory; and the fraction of the peak that attention reaches. PyTorch's kernel is
+# FlashAttention-2. It reaches 0.35 on Hopper (arXiv 2407.08608), and 0.50 to 0.73 on A100 (arXiv 2307.08691).
 _GPUS = (("H200", 4.8e12, 64e9, 0.35), ("H100", 3.35e12, 64e9, 0.35), ("A100", 2.039e12, 32e9, 0.6))
 
 
@@ -60,8 +60,8 @@ class GpuRates:
     attention: float  # FLOPs
     bandwidth: float  # bytes of the GPU's memory
     host_bandwidth: float  # bytes between the host's memory and the GPU's
-    # The least time of an operation: eager PyTorch takes the host as long to enqueue one, from Python to the driver.
-    # A kernel alone takes at least 2 or 3 microseconds.
+    # The least time of an operation: eager PyTorch takes the host at least as long to enqueue one, from
+    # Python to the driver. A kernel alone takes 2 or 3 microseconds.
     launch_seconds: float = 5e-6
 
 

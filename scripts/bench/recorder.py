@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from types import FrameType
@@ -57,8 +58,8 @@ _PLACES = {
 
 aten = torch.ops.aten
 _ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-# Operations that overwrite their first argument without reading it, read as many of its elements as the result
-# has, and write as many as the values have.
+# Operations that overwrite their first argument without reading it; that read as many of its elements as the
+# result has; that write as many as the values have.
 _OVERWRITES = {aten.copy_, aten.fill_, aten.zero_}
 _GATHERS = {aten.embedding, aten.gather, aten.index, aten.index_select}
 _SCATTERS = {aten.index_add_, aten.index_copy_, aten.index_put_, aten.scatter_, aten.scatter_add_}
@@ -222,7 +223,7 @@ class Recorder(TorchDispatchMode):
         _, values = self._host_values[offsets.untyped_storage()._cdata]
         start = offsets.storage_offset()
         found = values[start : start + len(offsets)]
-        return [stop - begin for begin, stop in zip(found, found[1:], strict=False)]
+        return [stop - begin for begin, stop in pairwise(found)]
 
 
 def _on_gpu(x: Any) -> bool:
@@ -235,14 +236,13 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _bytes(x: Tensor) -> int:
     """Return the bytes of the elements in memory; an expanded tensor has fewer than its shape says."""
-    return x.itemsize * prod(
-        size for size, stride in zip(x.shape, x.stride(), strict=True) if stride or not size
-    )
+    dimensions = zip(x.shape, x.stride(), strict=True)
+    return x.itemsize * prod(size for size, stride in dimensions if stride or not size)
 
 
 @cache
 def _accesses(function: Any) -> dict[str, int]:
-    """Return for each argument of a Triton kernel 1 if the kernel loads or stores through it, and 2 for both."""
+    """Return for arguments of a Triton kernel 1 if it loads or stores through them, and 2 for both."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     # The arguments that a variable is computed from, results of calls left out.
     origins = {name: {name} for name in inspect.signature(function).parameters}

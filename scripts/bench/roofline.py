@@ -1,7 +1,7 @@
-"""What a recipe's training step takes on a GPU: by what the pretended GPU records, and as measured on a real one.
+"""What a recipe's training step takes on a GPU: predicted by the pretended GPU, and measured on a real one.
 
-The predicted time of an operation is the longest of what its FLOPs, its bytes and its launch take at the rates of
-`eagle31.cost.devices`. Operations follow one another: nothing runs next to something else.
+The predicted time of an operation is the longest of what its FLOPs, its bytes and its launch take at the
+rates of `eagle31.cost.devices`. Operations follow one another: nothing runs next to something else.
 """
 
 from collections import defaultdict
@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 from time import perf_counter
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -39,7 +39,7 @@ from train.trainer.optimizer import ClippedAdamW, Muon
 
 @dataclass(frozen=True)
 class Prediction:
-    """The operations of one row's forward and backward pass and of one update, and the row's FLOPs by formula."""
+    """The operations of a row's forward and backward pass and of an update; the row's FLOPs by formula."""
 
     operations: list[Operation]
     formula_flops: int
@@ -48,8 +48,8 @@ class Prediction:
 class RowStep:
     """Forward and backward of one row of a recipe's drafter, with random weights and states.
 
-    The row is the plan's: documents of `plan.document_tokens`, each with one answer at its end. The step is one
-    without metrics, as all but each `train.log_every`-th.
+    The row is the plan's: documents of `plan.document_tokens`, each with one answer at its end. The step is
+    one without metrics, as most are.
     """
 
     def __init__(self, sizes: RunSizes, device: torch.device) -> None:
@@ -145,7 +145,12 @@ def update(sizes: RunSizes, device: torch.device) -> Callable[[], None]:
     for weight in drafter.parameters():
         weight.grad = torch.zeros_like(weight)
     matrices, others = split_weights(drafter)
-    settings: dict[str, Any] = {"max_grad_norm": config.optim.max_grad_norm, "lr": 1e-4, "betas": BETAS, "eps": EPS}
+    settings: dict[str, Any] = {
+        "max_grad_norm": config.optim.max_grad_norm,
+        "lr": 1e-4,
+        "betas": BETAS,
+        "eps": EPS,
+    }
     if trainer_settings(config, num_ranks=1).muon:
         return Muon(matrices, others, 0.02, device=device, **settings).step
     return ClippedAdamW([*matrices, *others], **settings).step
@@ -170,8 +175,8 @@ def measure(sizes: RunSizes, device: torch.device, rounds: int = 5) -> tuple[dic
     """Run the step and the update on a device.
 
     Returns:
-        The seconds of the kernels by part, and the median time of forward and backward without a profiler. On a
-        CPU the seconds by part are those of the operations.
+        The seconds of the kernels by part, and the median time of forward and backward without a profiler.
+        On a CPU the seconds by part are those of the operations.
     """
     by_part, seconds = _measured_step(RowStep(sizes, device), device, rounds)
     take = update(sizes, device)
@@ -195,7 +200,7 @@ def _profiled(action: Callable[[], None], device: torch.device, part: str | None
         _wait(device)
     found: dict[str, float] = defaultdict(float)
     for event in profiler.events() or []:
-        if event.name in PARTS and event.device_type is DeviceType.CPU:
+        if event.name in PARTS and event.device_type == DeviceType.CPU:
             found[event.name] += (event.device_time_total if on_gpu else event.cpu_time_total) / 1e6
     return found
 
