@@ -82,8 +82,8 @@ def compare_losses(expected: Path, found: Path, figure: Figure) -> None:
 
 def require_two(check: Check) -> None:
     if not check.small and torch.cuda.device_count() < 2:
-        # Gloo would take them. Of a GPU's tensors it has all-reduce and broadcast alone, by PyTorch's table of
-        # backends, and ZeRO 1 needs more.
+        # Gloo would take them. Of a GPU's tensors it has all-reduce and broadcast alone, by PyTorch's list of
+        # what backends have, and ZeRO 1 needs more.
         pytest.skip("there is one GPU, and NCCL refuses two ranks on it")
 
 
