@@ -122,6 +122,8 @@ class Recorder(TorchDispatchMode):
     def _launcher(self, original: Any) -> Any:
         def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             part = self._current_part(sys._getframe(1))
+            if part == ATTENTION:  # whose own kernel is PyTorch's: what is launched around it merges the rest
+                part = MERGE
             with record_function(part) if self._profiled else nullcontext():
                 result = original(kernel, *args, **kwargs)
             arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
