@@ -24,10 +24,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: a check or measurement on a GPU, which scripts/gpu_check runs")
+    config.addinivalue_line("markers", "at_most(seconds): how long a test of tests/gpu takes on a GPU")
     config.addinivalue_line("markers", "full(why): a test that runs with --full only")
     settings.register_profile("suite", deadline=None, database=None, derandomize=True)
     settings.load_profile("suite")
-    if config.getoption("tx") and not hasattr(config, "workerinput"):
+    if config.getoption("tx", None) and not hasattr(config, "workerinput"):
         fork_workers()
 
 

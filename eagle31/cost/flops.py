@@ -114,7 +114,7 @@ def typical_counts(
     window = config.sliding_window if config else None
     contexts = [context_window(window, step) for step in range(num_steps)]
     pairs = sum(
-        _sum_of_depths(first + 1, rows, context) for rows, context in zip(step_rows, contexts, strict=True)
+        sum_of_depths(first + 1, rows, context) for rows, context in zip(step_rows, contexts, strict=True)
     )
     keys = min(length - 1, first + step_rows[0])
     if config is not None and config.key_reach is not None and step_rows[0]:
@@ -130,7 +130,7 @@ def typical_counts(
     )
 
 
-def _sum_of_depths(first: int, rows: int, window: int | None) -> float:
+def sum_of_depths(first: int, rows: int, window: int | None) -> float:
     """Return the sum of `rows` numbers of keys that ascend from `first` by one, each at most the window."""
     growing = rows if window is None else min(rows, max(0, window - first))
     full = 0 if window is None else window * (rows - growing)

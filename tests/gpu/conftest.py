@@ -6,6 +6,7 @@ skipped.
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from tests.gpu.runs import Check
 from train.tables import aligned
 
 DEVICE = os.environ.get("EAGLE31_GPU_CHECK_DEVICE")
+LIMIT = 25 * 60  # seconds of the whole check
+KERNEL_SECONDS = 2  # of a kernel's test, most of them for its compilation
+STARTED = time.monotonic()
 OUTPUT = Path(os.environ.get("EAGLE31_GPU_CHECK_OUTPUT", "outputs/gpu_check")).resolve()
 Figure = Callable[..., None]
 
@@ -26,6 +30,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.gpu)
             item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what might end after the limit, before any fixture is made for it."""
+    if time.monotonic() - STARTED + at_most(item) > LIMIT and DEVICE == "cuda":
+        pytest.skip(f"{LIMIT // 60} minutes are almost over: give its name with -k")
+
+
+def at_most(item: pytest.Item) -> int:
+    """Return how many seconds a test takes on a GPU at most, by estimate; no GPU has run it."""
+    mark = item.get_closest_marker("at_most")
+    return KERNEL_SECONDS if mark is None else mark.args[0]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """List the tests with `--collect-only`, as `scripts/gpu_check --dry-run` does."""
+    if DEVICE is not None and session.config.option.collectonly:
+        rows = [["test", "at most"], *([one.nodeid, f"{at_most(one)} s"] for one in session.items)]
+        print(*aligned(rows), f"in all: {sum(map(at_most, session.items)) / 60:.0f} minutes", sep="\n")
 
 
 @pytest.fixture(scope="session")

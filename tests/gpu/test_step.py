@@ -73,6 +73,7 @@ SMALL = {
 MEMORY_TOLERANCE = 0.15  # of measured to planned memory, on a GPU
 
 
+@pytest.mark.at_most(10)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_loss_and_gradients_are_the_references(
@@ -119,6 +120,7 @@ def gradients(
     return {name: t.detach().to("cpu", torch.float64) for name, t in (found | {"loss": loss}).items()}
 
 
+@pytest.mark.at_most(90)
 @pytest.mark.parametrize("recipe", SMALL)
 def test_a_step_takes_the_memory_that_the_plan_says(check: Check, figure: Figure, recipe: str) -> None:
     """In DeepSpeed with ZeRO 1; every token of the row is supervised, which takes most time and memory."""
