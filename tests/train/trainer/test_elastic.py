@@ -11,7 +11,7 @@ from tests.train.torchrun import torchrun
 WORKER = "tests/train/trainer/elastic_worker.py"
 PLAIN = {"bf16": False, "muon": False}
 TRAININGS: dict[str, dict[str, Any]] = {
-    "adamw": {"zero_stage": 2},
+    "adamw": {"zero_stage": 2, "bf16": True},
     "muon": {"zero_stage": 3, "muon": True},
     "bf16": {"zero_stage": 1, "bf16": True, "muon": True},
 }
@@ -27,12 +27,15 @@ def work(directory: Path, tasks: dict[str, Any], num_processes: int) -> dict[str
     return json.loads(file.with_suffix(".results.json").read_text())
 
 
-def test_one_rank_at_another_stage_continues_exactly_what_two_have_saved(tmp_path: Path) -> None:
-    """tests/train/test_pipeline.py continues on more ranks."""
+def test_one_rank_at_another_stage_continues_exactly_what_three_have_saved(tmp_path: Path) -> None:
+    """tests/train/test_pipeline.py continues on more ranks.
+
+    A mean over three ranks that is taken in bf16 would be rounded.
+    """
     tasks = {
         name: PLAIN | settings | {"directory": str(tmp_path / name)} for name, settings in TRAININGS.items()
     }
-    saved = work(tmp_path, {name: task | {"action": "save"} for name, task in tasks.items()}, 2)
+    saved = work(tmp_path, {name: task | {"action": "save"} for name, task in tasks.items()}, 3)
     resumed = {
         name: task | {"action": "resume", "zero_stage": RESUMED_AT[name]} for name, task in tasks.items()
     }
