@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from eagle31.cost.devices import gpu_rates
+from eagle31.errors import UserError
 from scripts.bench import recorder as recorded
 from scripts.bench.pretended_gpu.backward import backward
 from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu
@@ -171,3 +172,11 @@ def test_the_command_prints_the_table(
     assert title.startswith("recipe=kimi_k2_6: 1.841 B parameters")
     assert len(table) == len(recorded.PARTS) + 3
     assert table[-1].startswith("by formula 9.000 TFLOP: MFU 70.0%")
+
+
+def test_without_triton_the_command_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = command("step")
+    monkeypatch.setattr(step, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["step", "--roofline", "recipe=kimi_k2_6"])
+    with pytest.raises(UserError, match="triton"):
+        step.main()
