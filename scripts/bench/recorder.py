@@ -57,6 +57,7 @@ _PLACES = {
 }
 
 aten = torch.ops.aten
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 _ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 # Operations that overwrite their first argument without reading it; that read as many of its elements as the
 # result has; that write as many as the values have.
@@ -198,12 +199,11 @@ class Recorder(TorchDispatchMode):
     def _flops(self, packet: Any, arguments: dict[str, Any], result: Any) -> int:
         if packet in (aten._flash_attention_forward, aten._flash_attention_backward):
             return self._attention_flops(arguments, is_backward=packet is aten._flash_attention_backward)
-        name = packet.__name__.rstrip("_")
-        formula = (
-            flop_registry.get(getattr(aten, name)) if name in ("mm", "addmm", "bmm", "baddbmm") else None
-        )
+        name = packet.__name__.rstrip("_")  # of an operation in place
+        if name not in _PRODUCTS:
+            return 0
         given = {key: x for key, x in arguments.items() if key not in ("out", "out_dtype", "alpha", "beta")}
-        return 0 if formula is None else int(formula(*given.values(), out_val=result))
+        return int(flop_registry[getattr(aten, name)](*given.values(), out_val=result))
 
     def _attention_flops(self, arguments: dict[str, Any], is_backward: bool) -> int:
         """Return the FLOPs of the visible pairs: two products forward, and five backward."""

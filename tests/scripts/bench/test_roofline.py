@@ -1,6 +1,7 @@
 """The roofline's FLOPs, bytes and parts are those of the operations that a step runs."""
 
 import sys
+from functools import cache
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from eagle31.cost.devices import gpu_rates
+from eagle31.errors import UserError
 from scripts.bench import recorder as recorded
 from scripts.bench.pretended_gpu.backward import backward
 from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu
@@ -22,15 +24,20 @@ aten = torch.ops.aten
 
 
 def small_sizes(recipe: str, *overrides: str) -> RunSizes:
-    lengths = ("train.row_tokens=320", "data.max_tokens=320", "plan.document_tokens=120", "train.ttt_steps=3")
+    lengths = ("train.row_tokens=320", "data.max_tokens=320", "plan.document_tokens=120", "train.ttt_steps=2")
     lengths += ("drafter.draft_vocab_size=2048",)
     small = [f"target.architecture.{name}={value}" for name, value in SMALL[recipe].items()]
     return RunSizes(composed([f"recipe={recipe}", *lengths, *small, *overrides]))
 
 
+@cache
+def predicted(recipe: str, chunk: str = "null") -> Prediction:
+    return predict(small_sizes(recipe, f"train.rollout_chunk={chunk}"))
+
+
 @pytest.mark.parametrize("recipe", SMALL)
 def test_a_steps_flops_are_those_of_the_formula(recipe: str) -> None:
-    found = predict(small_sizes(recipe))
+    found = predicted(recipe)
     step = [one for one in found.operations if one.part != OPTIMIZER]
     # Attention's backward pass computes the scores again, and its values are as wide as its keys.
     products = sum(one.flops for one in step if one.part != ATTENTION)
@@ -45,10 +52,7 @@ def test_a_steps_flops_are_those_of_the_formula(recipe: str) -> None:
 
 
 def test_a_row_in_chunks_has_the_same_products() -> None:
-    whole, chunks = (
-        predict(small_sizes("llama3_1_8b", f"train.rollout_chunk={size}")).operations
-        for size in ("null", "100")
-    )
+    whole, chunks = (predicted("llama3_1_8b", size).operations for size in ("null", "120"))
     of_mlp = [sum(one.flops for one in found if one.part == MLPS) for found in (whole, chunks)]
     assert of_mlp[0] == of_mlp[1]
     assert any(one.host_bytes for one in chunks)
@@ -168,3 +172,11 @@ def test_the_command_prints_the_table(
     assert title.startswith("recipe=kimi_k2_6: 1.841 B parameters")
     assert len(table) == len(recorded.PARTS) + 3
     assert table[-1].startswith("by formula 9.000 TFLOP: MFU 70.0%")
+
+
+def test_without_triton_the_command_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = command("step")
+    monkeypatch.setattr(step, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["step", "--roofline", "recipe=kimi_k2_6"])
+    with pytest.raises(UserError, match="triton"):
+        step.main()
