@@ -33,7 +33,9 @@ from scripts.bench.pretended_gpu.device_guard import cuda_device_guard
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 CUDA = torch.device("cuda", 0)
-H100 = SimpleNamespace(major=9, minor=0, name="NVIDIA H100", total_memory=80 * 2**30)
+H100 = SimpleNamespace(
+    major=9, minor=0, name="NVIDIA H100", total_memory=80 * 2**30, multi_processor_count=132
+)
 aten = torch.ops.aten
 
 # Operations that read whole tensors on the host, or whose result has a shape that depends on values.
@@ -109,6 +111,8 @@ class PretendedGpu(TorchDispatchMode):
             "get_device_name": lambda *_: H100.name,
             "current_device": lambda: 0,
             "set_device": lambda *_: None,
+            "_exchange_device": lambda *_: 0,
+            "_maybe_exchange_device": lambda *_: 0,
             "synchronize": synchronize,
             "current_stream": lambda *_: stream,
             "Stream": lambda *_, **__: stream,
