@@ -55,8 +55,8 @@ class PackedKeys:
         self.value_width = values.shape[-1]
         self.context = [_widen(x.detach().contiguous(), width) for x in (keys, values)]
         # Those of later steps, at the rows of step 0.
-        self.slots = tuple(x.new_empty(num_steps, num_rows, *x.shape[1:]) for x in (keys, values))
-        self.slot_sums = _Sums(*self.slots, keys.dtype)
+        slots = [x.new_empty(num_steps, num_rows, *x.shape[1:]) for x in (keys, values)]
+        self.slots, self.slot_sums = slots, _Sums(slots[0], slots[1], keys.dtype)
         context_sums = _Sums(keys, values, widened(keys.dtype))
         self.context_sums = context_sums.tensors if sums is None else lambda: sums
         # Every step's result depends on it, so that its gradient comes after theirs.
