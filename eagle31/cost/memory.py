@@ -90,6 +90,7 @@ def step_memory(
         kept = step.fusion(counts.keys) + step.shared_products(counts)
         kept += step.keys(counts.keys + later) * layers + step.rows(rolled_out)
         kept += (layers - 1) * step.rows(counts.keys + later)
+    kept += step.dropped(counts, device)
     return StepMemory(
         batch=row_tokens * (num_aux + 1) * config.target_hidden_size * itemsize * num_rows,
         prefill=prefill,
@@ -142,6 +143,17 @@ class _Step:
         width += self.config.attention.projections(self.config).query_kept
         return rows * (width * self.itemsize + heads * _WIDE)
 
+    def on_flash(self, device: str) -> bool:
+        """Return whether the flash kernel for CUDA computes, which has no float32."""
+        return device == "cuda" and self.itemsize < _WIDE
+
+    def dropped(self, counts: StepCounts, device: str) -> int:
+        """Return the bytes that rows of step 0 have at later steps which they do not take part in."""
+        missing = len(counts.rows) * counts.rows[0] - counts.rolled_out
+        width = self.key_value_width * self.config.num_hidden_layers if self.on_flash(device) else 0
+        tables = len(counts.rows) * counts.rows[0] if missing else 0  # RoPE's, which are selected from
+        return missing * width * self.itemsize + tables * 2 * self.config.rotary_width * _WIDE
+
     def prefill(self, keys: int) -> int:
         """Return the bytes of the state, keys and values of a whole row, and of their gradients."""
         width = self.key_value_width * self.config.num_hidden_layers
@@ -153,6 +165,17 @@ class _Step:
         mlp = 3 * self.config.intermediate_size
         query = self.query_width
         later_steps = len(counts.rows) - 1
+        if self.on_flash(device):
+            # The output's gradient, both in the kernel's width, the query's gradient from the kernel and with
+            # the rollout terms, and the sums of the rollout keys' gradients.
+            value = self.config.num_attention_heads * self.config.value_width
+            attention = (value + 4 * query + later_steps * self.key_value_width) * self.itemsize
+            # Values in the kernel's width, a step's gradients, and their sums; `prefill` has those of chunks.
+            wide = 2 * self.config.num_key_value_heads * self.config.head_dim
+            padded = wide // 2 if wide > self.key_value_width else 0
+            sums = 0 if in_chunks else self.key_value_width * _WIDE
+            keys = counts.keys * ((padded + wide) * self.itemsize + sums)
+            return rows * (max(mlp * self.itemsize, attention) + 2 * hidden * self.itemsize) + keys
         # The rollout terms are computed in float32, whatever the training dtype.
         attention = 3 * query * self.itemsize + (4 * query + later_steps * self.key_value_width) * _WIDE
         # The sums over steps and one step's gradients; `prefill` has the sums of chunks.

@@ -1,4 +1,8 @@
-"""Attention to the step-0 keys by the flash kernel for CUDA."""
+"""The rows of a rollout step as calls of the flash kernel for CUDA.
+
+The private operations of aten stay: `torch.nn.attention.varlen` has no public backward pass that takes
+another output and log-sum-exp than its own.
+"""
 
 import warnings
 from collections.abc import Sequence
@@ -8,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from eagle31.kernels.query_run import QueryRun
 from eagle31.kernels.transfer import to_device
@@ -34,7 +37,7 @@ class _Call(NamedTuple):
 
 
 class PackedBlock:
-    """A causal block that is a few calls of the kernel for sequences of different lengths.
+    """The rows of a step, and the few calls of the kernel that are their attention to the step-0 keys.
 
     Where a run has more keys than queries, the kernel aligns the causal mask to the last query and the last
     key. That is what a run is: its queries are the last rows of its keys. One call takes the keys of many
@@ -46,50 +49,31 @@ class PackedBlock:
 
     The sums over the calls have a fixed order. The kernel itself sums the gradients of queries in the order
     in which its blocks finish, unless `torch.use_deterministic_algorithms` is set.
-
-    Args:
-        runs: those of step 0; every step keeps their lengths.
-        scale: multiplies the scores.
     """
 
-    def __init__(self, runs: Sequence[QueryRun], device: torch.device, scale: float) -> None:
-        self.scale = scale
-        spans = _spans(runs)
-        self.num_rows = spans[-1].query_stop if spans else 0
-        self.calls = _calls(spans, device)
-        self.window: dict[str, int] = {}  # the kernel's arguments
-        # int64 [R], the queries' rows among those that the kernel computes; None when they are the same.
-        self.row_index: Tensor | None = None
-        if runs and self.num_rows != runs[-1].query_stop:
-            (self.row_index,) = to_device([_rows_within(runs, spans)], device)
+    calls: Sequence[_Call]  # none where the step's window has no step-0 key
+    window: dict[str, int]  # the kernel's arguments
+    # The queries' places among the rows that the kernel computes, int64 [R], and the query of each of these
+    # rows or -1, int64 [P]; None when they are the same.
+    places: Tensor | None
+    sources: Tensor | None
+    # int64 [R], the queries' rows within those of step 0; None when they are the same.
+    first_index: Tensor | None
+    read_steps: tuple[int, int]  # the first rollout step that the window reads, and the step itself
 
-    def for_rows(self, row_index: Tensor | None, window: int | None = None) -> "PackedBlock":
-        """Return the block of a step, which leaves out some rows of step 0.
-
-        Args:
-            row_index: int64 [R], the step's rows within those of step 0; None when they are the same.
-            window: the number of keys that a query reads, its own included; None for all.
-        """
-        block = copy(self)
-        if window is not None:  # the kernel counts the keys before and after the query's own
-            block.window = {"window_size_left": window - 1, "window_size_right": 0}
-        if row_index is not None:
-            block.row_index = row_index if self.row_index is None else self.row_index[row_index]
-        return block
+    def __init__(self, calls: Sequence[_Call], scale: float, device: torch.device) -> None:
+        self.calls, self.scale = calls, scale
+        # Only dropout would read the kernel's random state.
+        self.random_state = torch.zeros(2, dtype=torch.uint64, device=device)
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.num_rows:
-            empty = query.new_empty(*query.shape[:2], values.shape[-1])
-            return empty, query.new_empty(query.shape[:2], dtype=torch.float32)
-        width = padded_head_dim(query.shape[-1])
-        spread = _widen(self._spread(query), width)
-        wide_keys, wide_values = _widen(keys.contiguous(), width), _widen(values.contiguous(), width)
+        """Return output [P, Hq, W] and log-sum-exp [Hq, P] of queries [P, Hq, W] and keys [S, Hkv, W]."""
         outputs, sums = [], []
         for call in self.calls:
             output, lse, *_ = kernels._flash_attention_forward(
-                spread[call.queries],
-                wide_keys[call.keys],
-                wide_values[call.keys],
+                query[call.queries],
+                keys[call.keys],
+                values[call.keys],
                 call.query_offsets,
                 call.key_offsets,
                 *call.longest,
@@ -101,9 +85,7 @@ class PackedBlock:
             )
             outputs.append(output)
             sums.append(lse)
-        output = _joined(outputs)[..., : values.shape[-1]]
-        lse = _joined(sums, dim=1).t()  # the kernel's [Hq, R]
-        return (output, lse) if self.row_index is None else (output[self.row_index], lse[self.row_index])
+        return _joined(outputs), _joined(sums, dim=1)
 
     def backward(
         self,
@@ -115,58 +97,73 @@ class PackedBlock:
         lse: Tensor,
         sums: tuple[Tensor, Tensor],
     ) -> Tensor:
-        if not self.num_rows:
-            return torch.zeros_like(query)
-        width = padded_head_dim(query.shape[-1])
-        spread, grad, output = (_widen(self._spread(x), width) for x in (query, grad, output))
-        wide_keys, wide_values = _widen(keys.contiguous(), width), _widen(values.contiguous(), width)
-        lse = self._spread(lse)
-        # Only dropout would read the kernel's random state.
-        random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        unused = torch.zeros((), dtype=torch.uint64, device=query.device)
+        """Return the query's gradient [P, Hq, W], and add those of keys and values to `sums`."""
         parts = []
         for call in self.calls:
             part, *of_keys = kernels._flash_attention_backward(
                 grad[call.queries],
-                spread[call.queries],
-                wide_keys[call.keys],
-                wide_values[call.keys],
+                query[call.queries],
+                keys[call.keys],
+                values[call.keys],
                 output[call.queries],
-                lse[call.queries].t().contiguous(),
+                lse[:, call.queries].contiguous(),
                 call.query_offsets,
                 call.key_offsets,
                 *call.longest,
                 0.0,
                 True,
-                random_state,
-                unused,
+                self.random_state,
+                self.random_state[0],
                 scale=self.scale,
                 **self.window,
             )
             parts.append(part)
             for total, found in zip(sums, of_keys, strict=True):
-                total[call.keys] += found[..., : total.shape[-1]]
-        grad_query = _joined(parts)[..., : query.shape[-1]]
-        return grad_query if self.row_index is None else grad_query[self.row_index]
+                total[call.keys].add_(found[..., : total.shape[-1]])
+        return _joined(parts)
 
-    def _spread(self, x: Tensor) -> Tensor:
-        """Place this step's rows among those that the kernel computes, with zeros elsewhere.
 
-        A row of zeros with a zero gradient adds nothing to the gradient of any key or value.
-        """
-        if self.row_index is None:
-            return x.contiguous()
-        return x.new_zeros(self.num_rows, *x.shape[1:]).index_copy_(0, self.row_index, x)
+def packed_blocks(
+    runs: Sequence[Sequence[QueryRun]],
+    first_indices: Sequence[Tensor | None],
+    windows: Sequence[int | None],
+    first_steps: Sequence[int],
+    scale: float,
+    device: torch.device,
+) -> list[PackedBlock]:
+    """Return the block of each step.
+
+    Args:
+        runs: of each step's queries; those of step 0 have all rows of the others.
+        first_indices: int64 [R] for each step, its rows within those of step 0; None when they are the same.
+        windows: for each step the number of step-0 keys that a query reads, its own included; None for all.
+        first_steps: for each step k the first of the steps 1..k whose keys its window has.
+        scale: multiplies the scores.
+    """
+    spans = _spans(runs[0])
+    num_places = spans[-1].query_stop if spans else 0
+    places = [_places(of_step, spans) for of_step in runs]
+    moved: list[Tensor | None] = [None] * (2 * len(runs))
+    changed = [step for step, found in enumerate(places) if len(found) != num_places]
+    pairs = [x for step in changed for x in (places[step], _sources(places[step], num_places))]
+    for number, tensor in enumerate(to_device(pairs, device)):
+        moved[2 * changed[number // 2] + number % 2] = tensor
+    whole = PackedBlock(_calls(spans, device), scale, device)
+    blocks = []
+    for step, window in enumerate(windows):
+        block = copy(whole)
+        block.places, block.sources = moved[2 * step : 2 * step + 2]
+        block.first_index, block.read_steps = first_indices[step], (first_steps[step], step)
+        # The kernel counts the keys before and after the query's own.
+        block.window = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+        if window == 0:
+            block.calls, block.places, block.sources = (), None, None
+        blocks.append(block)
+    return blocks
 
 
 def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
-
-
-def _widen(x: Tensor, width: int) -> Tensor:
-    """Pad the last dimension of `x` with zeros."""
-    missing = width - x.shape[-1]
-    return F.pad(x, (0, missing)) if missing else x
 
 
 def _spans(runs: Sequence[QueryRun]) -> list[QueryRun]:
@@ -185,16 +182,21 @@ def _spans(runs: Sequence[QueryRun]) -> list[QueryRun]:
     return spans
 
 
-def _rows_within(runs: Sequence[QueryRun], spans: Sequence[QueryRun]) -> Tensor:
-    """Return the row of each run's queries among those of the spans, int64 [R]."""
+def _places(runs: Sequence[QueryRun], spans: Sequence[QueryRun]) -> Tensor:
+    """Return the place of each run's queries among those of the spans, int64 [R]."""
     remaining = iter(spans)
-    span, parts = next(remaining), []
+    span, parts = next(remaining, None), [torch.arange(0)]
     for run in runs:
-        while run.key_start != span.key_start or run.key_stop > span.key_stop:
+        while span is None or run.key_start != span.key_start or run.key_stop > span.key_stop:
             span = next(remaining)
         stop = span.query_stop - (span.key_stop - run.key_stop)
         parts.append(torch.arange(stop - run.num_queries, stop))
     return torch.cat(parts)
+
+
+def _sources(places: Tensor, num_places: int) -> Tensor:
+    """Return the query of each place, or -1."""
+    return torch.full((num_places,), -1).index_copy_(0, places, torch.arange(len(places)))
 
 
 def _calls(spans: Sequence[QueryRun], device: torch.device) -> list[_Call]:

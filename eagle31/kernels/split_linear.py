@@ -12,32 +12,79 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from eagle31.kernels import dispatch
+
+
+class ProductSums:
+    """Gradients that every step's backward pass adds to: of the products, and of the weight's second half."""
+
+    def __init__(self) -> None:
+        self.products: Tensor | None = None  # [U, out]
+        self.weight: Tensor | None = None  # [out, in], of which the second half is filled
+
+    def add(self, grad: Tensor, index: Tensor, x: Tensor, num_products: int) -> None:
+        """Add those of a step, whose output has the gradient `grad` [N, out]."""
+        if self.products is None or self.weight is None:
+            self.products = grad.new_zeros(num_products, grad.shape[1])
+            self.weight = x.new_empty(grad.shape[1], 2 * x.shape[1])
+            torch.mm(grad.t(), x, out=self.weight[:, x.shape[1] :])
+        else:
+            self.weight[:, x.shape[1] :].addmm_(grad.t(), x)
+        if dispatch.has_triton(grad):
+            from eagle31.kernels.rollout_terms import add_rows
+
+            add_rows(self.products, index, grad)
+        else:
+            self.products.index_add_(0, index, grad)
+
+    def taken(self) -> tuple[Tensor, Tensor]:
+        """Return both, of which no other reference is left."""
+        products, weight = self.products, self.weight
+        assert products is not None
+        assert weight is not None
+        self.products = self.weight = None
+        return products, weight
+
 
 class TokenProjection(NamedTuple):
     """Products of token embeddings with the first half of a weight, and the one that each row adds."""
 
     products: Tensor  # [U, out]
     indices: Tensor  # int64 [N], into the products; no two rows of a step read the same token
+    sums: ProductSums  # those that the products were made with
+
+
+class _Products(torch.autograd.Function):
+    """Steps add to the sums, which are the gradients, and return none for the products and the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: ProductSums, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sums = sums
+        return x @ weight[:, : x.shape[1]].t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        products, grad_weight = ctx.sums.taken()
+        torch.mm(products.t(), x, out=grad_weight[:, : x.shape[1]])
+        return None, products @ weight[:, : x.shape[1]], grad_weight
 
 
 class _AddedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, products: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, index)
-        ctx.num_products = len(products)
-        second = weight[:, weight.shape[1] - x.shape[1] :]
-        return products.index_select(0, index).addmm_(x, second.t())
+    def forward(ctx: Any, x: Tensor, weight: Tensor, tokens: TokenProjection, products: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, tokens.indices)
+        ctx.sums, ctx.num_products = tokens.sums, len(products)
+        return products.index_select(0, tokens.indices).addmm_(x, weight[:, x.shape[1] :].t())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, index = ctx.saved_tensors
-        width = weight.shape[1] - x.shape[1]
-        grad_weight = torch.zeros_like(weight)
-        torch.mm(grad.t(), x, out=grad_weight[:, width:])
-        # A sum would need atomic additions on a GPU, whose order changes from run to run.
-        grad_products = grad.new_zeros(ctx.num_products, grad.shape[1]).index_copy_(0, index, grad)
-        return grad @ weight[:, width:], grad_weight, grad_products, None
+        ctx.sums.add(grad, index, x, ctx.num_products)
+        return grad @ weight[:, x.shape[1] :], None, None, None
 
 
 class SplitLinear(nn.Linear):
@@ -46,18 +93,19 @@ class SplitLinear(nn.Linear):
     Every computation is a call of this one module, because sharded weights are gathered module by module.
     """
 
-    def forward(self, x: Tensor, tokens: TokenProjection | None = None) -> Tensor:
+    def forward(self, x: Tensor, tokens: TokenProjection | ProductSums | None = None) -> Tensor:
         """Return the projection [N, out].
 
         Args:
-            x: both inputs [N, in], or the first alone [N, in // 2]; with `tokens` the second alone.
-            tokens: the products with the first input.
+            x: both inputs [N, in]; with `tokens` one of them.
+            tokens: the products with the first input; or, to make them from it, their sums.
         """
-        if tokens is not None:
-            product: Tensor = _AddedProduct.apply(x, self.weight, tokens.products, tokens.indices)
-            return product if self.bias is None else product + self.bias
-        both = x.shape[1] == self.in_features
-        return F.linear(x, self.weight[:, : x.shape[1]], self.bias if both else None)
+        if tokens is None:
+            return F.linear(x, self.weight, self.bias)
+        if isinstance(tokens, ProductSums):
+            return _Products.apply(tokens, x, self.weight)
+        product: Tensor = _AddedProduct.apply(x, self.weight, tokens, tokens.products)
+        return product if self.bias is None else product + self.bias
 
 
 def project(projection: nn.Module, x: Tensor, tokens: TokenProjection | None) -> Tensor:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from eagle31.kernels.packed_steps import PackedKeys
 from eagle31.kernels.query_run import QueryRun, context_window
 from eagle31.kernels.split_linear import TokenProjection
 
@@ -168,9 +169,13 @@ class LayerKeys:
     row_indices: tuple[Tensor | None, ...] = ()
     # Where the backward pass adds the gradients of step 0's keys and values; None: it returns them.
     sums: tuple[Tensor, Tensor] | None = None
+    # Where the flash kernel for CUDA computes: all of these, apart from the last step's.
+    packed: PackedKeys | None = None
 
     def with_step(self, keys: Tensor, values: Tensor) -> "LayerKeys":
         """Return these and the keys and values of one more step, at the current rows."""
+        if self.packed is not None:
+            return replace(self, rollout_keys=(keys,), rollout_values=(values,))
         return replace(
             self,
             rollout_keys=(*self.rollout_keys, keys),

@@ -99,7 +99,7 @@ class Drafter(nn.Module):
         self,
         state: Tensor,
         tokens: Tensor | LayerTokens,
-        position_ids: Tensor,
+        rotation: tuple[Tensor, Tensor],
         attend: Attend,
         keys: list[LayerKeys],
     ) -> Tensor:
@@ -108,19 +108,19 @@ class Drafter(nn.Module):
         Args:
             state: [R, H], of `prefill`.
             tokens: the token that follows each row, as embeddings [R, H] or as products.
-            position_ids: int64 [R], RoPE positions.
+            rotation: RoPE's cos and sin, float32 [R, D] each.
             keys: `step_keys` of the same.
 
         Returns:
             The decoder's output before the final norm [R, H].
         """
-        return self.decoder_layers[-1].output(state, tokens, self.rotary(position_ids), attend, keys[-1])
+        return self.decoder_layers[-1].output(state, tokens, rotation, attend, keys[-1])
 
     def next_step(
         self,
         state: Tensor,
         tokens: Tensor | LayerTokens,
-        position_ids: Tensor,
+        rotation: tuple[Tensor, Tensor],
         attend: Attend,
         keys: list[LayerKeys],
     ) -> tuple[Tensor, list[LayerKeys]]:
@@ -129,13 +129,12 @@ class Drafter(nn.Module):
         Args:
             state: [R, H], what the step before fed back.
             tokens: the token that this step starts from, as embeddings [R, H] or as products.
-            position_ids: int64 [R], RoPE positions of this step.
+            rotation: RoPE's cos and sin at the positions of this step.
             keys: each layer's keys and values before this step.
 
         Returns:
             The decoder's output before the final norm [R, H], and `keys` with this step's.
         """
-        rotation = self.rotary(position_ids)
         extended = []
         for layer, before in zip(self.decoder_layers, keys, strict=True):
             state, layer_keys = layer.step(state, tokens, rotation, before.with_step, attend)

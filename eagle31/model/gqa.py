@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from eagle31.errors import UserError
-from eagle31.kernels.elementwise import RMSNorm, rotate
+from eagle31.kernels.elementwise import RMSNorm, StepLinear, rotate
 from eagle31.kernels.split_linear import SplitLinear, TokenProjection, project
 from eagle31.model.attention import AttentionModule, AttentionShape, Projections
 from eagle31.model.rope import ROPE_KEYS, check_rope
@@ -119,7 +119,7 @@ class GroupedQueryAttention(AttentionModule):
         self.q_proj = linear(input_size, query_size, bias=bias)
         self.k_proj = linear(input_size, key_size, bias=bias)
         self.v_proj = linear(input_size, key_size, bias=bias)
-        self.o_proj = nn.Linear(query_size, width, bias=bias and not normed)  # as vLLM's Qwen3
+        self.o_proj = StepLinear(query_size, width, bias=bias and not normed)  # as vLLM's Qwen3
         self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if normed else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if normed else nn.Identity()
 

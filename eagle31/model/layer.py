@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from eagle31.kernels.elementwise import GatedLinear, RMSNorm
+from eagle31.kernels.elementwise import GatedLinear, RMSNorm, StepLinear
 from eagle31.kernels.split_linear import TokenProjection
 from eagle31.model.attention import Attend, AttentionModule, LayerKeys
 from eagle31.model.config import DrafterConfig
@@ -27,8 +27,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.gate_proj = StepLinear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = StepLinear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = GatedLinear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,8 +109,8 @@ class DrafterLayer(nn.Module):
         keys: LayerKeys,
     ) -> Tensor:
         attended = attend(self.self_attn.query(x, *rotation, projections.query), keys)
-        hidden = residual + self.self_attn.output(attended)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        hidden, normed = self.post_attention_layernorm(self.self_attn.output(attended), residual)
+        return hidden + self.mlp(normed)
 
     def _attention_input(
         self, state: Tensor, tokens: Tensor | LayerTokens

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from eagle31.errors import UserError
-from eagle31.kernels.elementwise import RMSNorm, rotate_pairs
+from eagle31.kernels import dispatch
+from eagle31.kernels.elementwise import RMSNorm, StepLinear, rotate_pairs
 from eagle31.kernels.split_linear import SplitLinear, TokenProjection, project
 from eagle31.model.attention import AttentionModule, AttentionShape, Projections
 from eagle31.model.rope import ROPE_KEYS, check_rope, yarn_magnitude
@@ -176,18 +177,17 @@ class LatentAttention(AttentionModule):
         shape, num_heads, width = config.attention, config.num_attention_heads, config.hidden_size
         assert isinstance(shape, MlaShape)
         self.num_heads = num_heads
-        self.key_widths = [shape.qk_nope_head_dim, shape.qk_rope_head_dim]
         self.value_widths = [shape.qk_nope_head_dim, shape.v_head_dim]
         self.latent_widths = [shape.kv_lora_rank, shape.qk_rope_head_dim]
         linear, input_size = (SplitLinear, 2 * width) if reads_embedding else (nn.Linear, width)
         self.q_a_proj = linear(input_size, shape.q_lora_rank, bias=False)
         self.q_a_layernorm = RMSNorm(shape.q_lora_rank, eps=config.rms_norm_eps)
-        self.q_b_proj = nn.Linear(shape.q_lora_rank, num_heads * config.head_dim, bias=False)
+        self.q_b_proj = StepLinear(shape.q_lora_rank, num_heads * config.head_dim, bias=False)
         # The latent and the shared rotary key in one weight, as DeepSeek has it; for Muon it is one matrix.
         self.kv_a_proj_with_mqa = linear(input_size, sum(self.latent_widths), bias=False)
         self.kv_a_layernorm = RMSNorm(shape.kv_lora_rank, eps=config.rms_norm_eps)
-        self.kv_b_proj = nn.Linear(shape.kv_lora_rank, num_heads * sum(self.value_widths), bias=False)
-        self.o_proj = nn.Linear(num_heads * shape.v_head_dim, width, bias=False)
+        self.kv_b_proj = StepLinear(shape.kv_lora_rank, num_heads * sum(self.value_widths), bias=False)
+        self.o_proj = StepLinear(num_heads * shape.v_head_dim, width, bias=False)
 
     @property
     def query_input(self) -> nn.Module:
@@ -199,8 +199,7 @@ class LatentAttention(AttentionModule):
 
     def query(self, x: Tensor, cos: Tensor, sin: Tensor, tokens: TokenProjection | None = None) -> Tensor:
         query = self.q_b_proj(self.q_a_layernorm(project(self.q_a_proj, x, tokens)))
-        plain, turned = query.unflatten(-1, (self.num_heads, -1)).split(self.key_widths, dim=-1)
-        return torch.cat((plain, rotate_pairs(turned, cos, sin)), dim=-1)
+        return rotate_pairs(query.unflatten(-1, (self.num_heads, -1)), cos, sin)
 
     def compressed(
         self, x: Tensor, cos: Tensor, sin: Tensor, tokens: Sequence[TokenProjection] | None = None
@@ -213,6 +212,10 @@ class LatentAttention(AttentionModule):
     def expanded(self, compressed: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         latent, turned = compressed
         products = self.kv_b_proj(latent).unflatten(-1, (self.num_heads, -1))
+        if dispatch.has_triton(products):
+            from eagle31.kernels.expanded_heads import expanded_heads
+
+            return expanded_heads(products, turned, self.value_widths[1])
         plain, value = products.split(self.value_widths, dim=-1)
         # A copy, so that attention does not keep the full expanded product for its backward pass.
         keys = torch.cat((plain, turned.expand(-1, self.num_heads, -1)), dim=-1)

@@ -39,13 +39,16 @@ def reference_rollout(
     fused = drafter.fuse(batch.aux_hidden_states)
     found = drafter.prefill(fused, embeds, batch.position_ids, attend_rows)
     keys = drafter.step_keys(found)
-    output = drafter.first_step(found.state[rows], embeds[rows], batch.position_ids[rows], attend, keys)
+    position_ids = batch.position_ids[rows]
+    rotation = drafter.rotary(position_ids)
+    output = drafter.first_step(found.state[rows], embeds[rows], rotation, attend, keys)
     state = output
     for step in range(num_steps):
         if step:
             token_ids = batch.input_ids[(rows + 1 + step).clamp(max=last)]
             embeds = F.embedding(token_ids, embed_tokens)
-            output, keys = drafter.next_step(state, embeds, batch.position_ids[rows] + step, attend, keys)
+            rotation = drafter.rotary(position_ids + step)
+            output, keys = drafter.next_step(state, embeds, rotation, attend, keys)
         normed = drafter.norm(output)
         state = drafter.feed_back(output, normed)
         yield normed, state

@@ -1,6 +1,8 @@
 """Recursive rollouts for training: tokens are teacher-forced, hidden states recurse."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -8,14 +10,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eagle31.kernels.merged_attention import CausalBlock, NoContext, merged_attention
-from eagle31.kernels.packed_attention import PackedBlock, flash_obstacle, warn_once
+from eagle31.kernels.packed_attention import PackedBlock, flash_obstacle, packed_blocks, warn_once
+from eagle31.kernels.packed_steps import PackedKeys, packed_attention
 from eagle31.kernels.query_run import context_window
-from eagle31.kernels.split_linear import TokenProjection
+from eagle31.kernels.selected_rows import select_rows
+from eagle31.kernels.split_linear import ProductSums, TokenProjection
+from eagle31.kernels.step_sums import StepSums
 from eagle31.kernels.tiled_attention import FlashKernel, Kernel, PlainKernel, TiledBlock, TileMasks
 from eagle31.model.attention import Attend, LayerKeys
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter, Prefill
 from eagle31.model.layer import LayerTokens
+from eagle31.model.rope import Rotary
 from eagle31.training.batch import PackedBatch, captured_rows
 from eagle31.training.schedule import ChunkSchedule, RolloutSchedule, schedule_rollout
 
@@ -96,33 +102,51 @@ def chunk_rollout(
     Source: EAGLE-3 (arXiv 2503.01840) training-time test; arXiv 2605.09992 for the post-norm feedback.
     """
     blocks = step_blocks(chunk, longest_document, drafter.config, embed_tokens)
+    if isinstance(blocks[0], PackedBlock):
+        num_slots = len(blocks) - 1, len(state)
+        keys = [replace(x, packed=PackedKeys(x.keys, x.values, *num_slots, x.sums)) for x in keys]
     products = _token_products(drafter, embed_tokens, batch, chunk)
-    for step, (scheduled, block) in enumerate(zip(chunk.steps, blocks, strict=True)):
+    rotations = _rotations(drafter.rotary, batch, chunk)
+    sums = StepSums()
+    for step, (scheduled, block, rotation) in enumerate(zip(chunk.steps, blocks, rotations, strict=True)):
         if step and scheduled.previous_index is not None:
-            state = state[scheduled.previous_index]
+            state = select_rows(state, scheduled.previous_index)
             keys = [layer_keys.for_rows(scheduled.previous_index) for layer_keys in keys]
-        position_ids = batch.position_ids[scheduled.rows] + step
         tokens = products.at(scheduled.teacher_index)
         attend = _attend(block, drafter.config.sliding_window)
-        if step:
-            output, keys = drafter.next_step(state, tokens, position_ids, attend, keys)
-        else:
-            output = drafter.first_step(state, tokens, position_ids, attend, keys)
-        normed = drafter.norm(output)
+        with sums.adding() if isinstance(block, PackedBlock) else nullcontext():
+            if step:
+                output, keys = drafter.next_step(state, tokens, rotation, attend, keys)
+            else:
+                output = drafter.first_step(state, tokens, rotation, attend, keys)
+            normed = drafter.norm(output)
         state = drafter.feed_back(output, normed)
         yield normed, state
+
+
+def _rotations(rotary: Rotary, batch: PackedBatch, chunk: ChunkSchedule) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield RoPE's cos and sin of each step, which are computed at once for the rows of step 0."""
+    first = batch.position_ids[chunk.steps[0].rows]
+    positions = first + torch.arange(len(chunk.steps), device=first.device).unsqueeze(1)
+    tables = torch.stack(rotary(positions.flatten())).unflatten(1, positions.shape)
+    for number, step in enumerate(chunk.steps):
+        table = tables[:, number]
+        cos, sin = table if step.first_index is None else table.index_select(1, step.first_index)
+        yield cos, sin
 
 
 class _TokenProducts(NamedTuple):
     """The products [J, out] of a chunk's tokens with the projections of the first layer's attention."""
 
-    query: Tensor
-    key_value: tuple[Tensor, ...]
+    query: tuple[Tensor, ProductSums]
+    key_value: tuple[tuple[Tensor, ProductSums], ...]
 
     def at(self, index: Tensor) -> LayerTokens:
         """Return those of some rows. int64 [R], into the J tokens."""
-        key_value = tuple(TokenProjection(products, index) for products in self.key_value)
-        return LayerTokens(TokenProjection(self.query, index), key_value)
+        query, *key_value = (
+            TokenProjection(products, index, sums) for products, sums in (self.query, *self.key_value)
+        )
+        return LayerTokens(query, tuple(key_value))
 
 
 def _token_products(
@@ -132,16 +156,26 @@ def _token_products(
     token_ids = batch.input_ids[chunk.teacher_rows.clamp(max=len(batch.input_ids) - 1)]
     embeds = layer.input_layernorm(F.embedding(token_ids, embed_tokens))
     attention = layer.self_attn
-    key_value = tuple(projection(embeds) for projection in attention.key_value_inputs)
-    return _TokenProducts(attention.query_input(embeds), key_value)
+    query, *key_value = (
+        (projection(embeds, sums), sums)
+        for projection in (attention.query_input, *attention.key_value_inputs)
+        for sums in [ProductSums()]
+    )
+    return _TokenProducts(query, tuple(key_value))
 
 
 def _no_attention(query: Tensor, keys: LayerKeys) -> Tensor:
     raise AssertionError("a drafter of one layer needs no attention before its drafts")
 
 
-def _attend(block: CausalBlock, window: int | None) -> Attend:
-    def attend(query: Tensor, keys: LayerKeys) -> Tensor:
+def _attend(block: PackedBlock | CausalBlock, window: int | None) -> Attend:
+    def packed(query: Tensor, keys: LayerKeys) -> Tensor:
+        assert isinstance(block, PackedBlock)
+        store = keys.packed or PackedKeys(keys.keys, keys.values)
+        return packed_attention(block, store, query, *keys.rollout_keys, *keys.rollout_values)
+
+    def merged(query: Tensor, keys: LayerKeys) -> Tensor:
+        assert not isinstance(block, PackedBlock)
         keys = keys.within(window)
         return merged_attention(
             block,
@@ -154,10 +188,10 @@ def _attend(block: CausalBlock, window: int | None) -> Attend:
             keys.sums,
         )
 
-    return attend
+    return packed if isinstance(block, PackedBlock) else merged
 
 
-def key_block(schedule: RolloutSchedule, config: DrafterConfig, like: Tensor) -> CausalBlock:
+def key_block(schedule: RolloutSchedule, config: DrafterConfig, like: Tensor) -> PackedBlock | CausalBlock:
     """Return the block of all key rows, for step 0 of layers before the last.
 
     Args:
@@ -165,32 +199,30 @@ def key_block(schedule: RolloutSchedule, config: DrafterConfig, like: Tensor) ->
     """
     window = _effective(config.sliding_window, 0, schedule.longest_document)
     if _uses_packed_kernel(config, like):
-        block = PackedBlock(schedule.document_runs, like.device, config.attention_scale)
-        return block.for_rows(None, window)
+        runs = [schedule.document_runs]
+        (block,) = packed_blocks(runs, [None], [window], [0], config.attention_scale, like.device)
+        return block
     masks = TileMasks.for_keys(schedule.longest_document, like, window)
     return TiledBlock(schedule.document_runs, masks, _tile_kernel(config, like))
 
 
 def step_blocks(
     chunk: ChunkSchedule, longest_document: int, config: DrafterConfig, like: Tensor
-) -> list[CausalBlock]:
+) -> list[PackedBlock] | list[CausalBlock]:
     """Return the block of each step of a chunk; the arguments are those of `key_block`."""
-    scale = config.attention_scale
-    windows = [_effective(config.sliding_window, step, longest_document) for step in range(len(chunk.steps))]
+    scale, window, steps = config.attention_scale, config.sliding_window, chunk.steps
+    windows = [_effective(window, step, longest_document) for step in range(len(steps))]
     if _uses_packed_kernel(config, like):
-        first = PackedBlock(chunk.steps[0].runs, like.device, scale)
-        return [
-            NoContext(scale) if window == 0 else first.for_rows(step.first_index, window)
-            for step, window in zip(chunk.steps, windows, strict=True)
-        ]
-    masks = {
-        window: TileMasks.for_keys(longest_document, like, window) for window in set(windows) if window != 0
-    }
+        first_steps = [0 if window is None else max(0, step - window) for step in range(len(steps))]
+        indices = [step.first_index for step in steps]
+        return packed_blocks([step.runs for step in steps], indices, windows, first_steps, scale, like.device)
+    masks = {size: TileMasks.for_keys(longest_document, like, size) for size in set(windows) if size != 0}
     kernel = _tile_kernel(config, like)
-    return [
-        NoContext(scale) if window == 0 else TiledBlock(step.runs, masks[window], kernel)
-        for step, window in zip(chunk.steps, windows, strict=True)
+    blocks: list[CausalBlock] = [
+        NoContext(scale) if size == 0 else TiledBlock(step.runs, masks[size], kernel)
+        for step, size in zip(steps, windows, strict=True)
     ]
+    return blocks
 
 
 def _uses_packed_kernel(config: DrafterConfig, like: Tensor) -> bool:

@@ -59,12 +59,13 @@ def step(
     frozen: FrozenParts,
     batch: PackedBatch,
     chunk_rows: int | None = None,
+    num_steps: int = NUM_STEPS,
     **changes: Any,
 ) -> DepthSums:
     """Run forward and backward of one micro-batch that is still on the host."""
-    schedule = schedule_batch(batch, NUM_STEPS, CUDA, drafter.config.key_reach, chunk_rows)
+    schedule = schedule_batch(batch, num_steps, CUDA, drafter.config.key_reach, chunk_rows)
     on_gpu = batch.to(CUDA, frozen.embed_tokens.dtype, states=chunk_rows is None)
-    options: dict[str, Any] = {"num_steps": NUM_STEPS, "step_decay": 0.8, "schedule": schedule} | changes
+    options: dict[str, Any] = {"num_steps": num_steps, "step_decay": 0.8, "schedule": schedule} | changes
     with patch("torch.autograd.grad", grad):
         loss, sums = rollout_loss(drafter, frozen, on_gpu, **options)
     assert loss.device == CUDA

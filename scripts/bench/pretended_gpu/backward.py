@@ -21,8 +21,8 @@ def backward(output: Tensor, gradient: Tensor | None = None) -> None:
     received[output.grad_fn][output.output_nr] = gradient
     with torch.no_grad():
         for node in _in_order(output.grad_fn):
-            gradients = received.pop(node, None)
-            if gradients is None:
+            gradients = received.pop(node, {})
+            if not gradients and not isinstance(node, BackwardCFunction):
                 continue
             targets = [target for target in node.next_functions if target[0] is not None]
             for (target, number), gradient in zip(targets, _call(node, gradients), strict=True):

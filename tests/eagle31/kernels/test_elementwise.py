@@ -1,5 +1,8 @@
-"""The short backward passes compared with autograd's."""
+"""The short backward passes, and the kernels for GPUs, compared with autograd's."""
 
+import tests.eagle31.kernels.interpreted  # noqa: F401 - before the kernels
+
+# ruff: isort: split
 from collections.abc import Callable
 
 import pytest
@@ -7,9 +10,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eagle31.kernels.elementwise import GatedLinear, RMSNorm, rotate
+from eagle31.kernels import dispatch
+from eagle31.kernels.elementwise import GatedLinear, RMSNorm, rotate, rotate_pairs
+from eagle31.kernels.expanded_heads import expanded_heads
 
 ROWS, WIDTH = 9, 12
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+# dtype, and whether the kernels for GPUs compute. Liger's multiply bfloat16, which the interpreter cannot.
+KINDS = [(FP64, False), (FP32, False), (BF16, False), (FP32, True), (FP16, True)]
+
+
+@pytest.fixture(params=KINDS, ids=str)
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    of_operands, on_gpu = request.param
+    monkeypatch.setattr(dispatch, "has_triton", lambda _: on_gpu)
+    return of_operands
 
 
 def compare(
@@ -21,7 +36,7 @@ def compare(
     found, expected = fast(*narrow), plain(*exact)
     grad = torch.randn(expected.shape, dtype=torch.float64).to(dtype)
     assert found.dtype == dtype
-    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    bound = {FP64: 1e-12, FP32: 1e-5, FP16: 5e-3, BF16: 3e-2}[dtype]
     pairs = zip(
         [found, *torch.autograd.grad(found, narrow, grad)],
         [expected, *torch.autograd.grad(expected, exact, grad.double())],
@@ -34,7 +49,6 @@ def compare(
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_rms_norm(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     norm = RMSNorm(WIDTH, eps=1e-2)
@@ -48,7 +62,20 @@ def test_rms_norm(dtype: torch.dtype) -> None:
     compare(fast, plain, [torch.randn(ROWS, WIDTH), torch.randn(WIDTH)], dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rms_norm_of_a_sum(dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    norm = RMSNorm(WIDTH, eps=1e-2)
+
+    def fast(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        return torch.cat(torch.func.functional_call(norm, {"weight": weight}, (x, residual)))
+
+    def plain(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        x = x + residual
+        return torch.cat((x, x / (x.pow(2).mean(-1, keepdim=True) + 1e-2).sqrt() * weight))
+
+    compare(fast, plain, [*torch.randn(2, ROWS, WIDTH), torch.randn(WIDTH)], dtype)
+
+
 def test_rotate(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     angles = torch.randn(ROWS, WIDTH // 2).repeat(1, 2)
@@ -59,10 +86,28 @@ def test_rotate(dtype: torch.dtype) -> None:
         turned = pairs * torch.complex(cos, sin)[:, None, : WIDTH // 2]
         return torch.cat((turned.real, turned.imag), -1)
 
+    def in_pairs(x: Tensor) -> Tensor:
+        first, turned = x.split((3, WIDTH), -1)
+        return torch.cat((first, plain(turned.unflatten(-1, (-1, 2)).mT.flatten(-2))), -1)
+
     compare(lambda x: rotate(x, cos, sin), plain, [torch.randn(ROWS, 3, WIDTH)], dtype)
+    compare(lambda x: rotate_pairs(x, cos, sin), in_pairs, [torch.randn(ROWS, 2, 3 + WIDTH)], dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_expanded_heads() -> None:
+    torch.manual_seed(3)
+
+    def plain(products: Tensor, shared: Tensor) -> Tensor:
+        first, value = products.split((5, 3), -1)
+        return torch.cat((first, shared.expand(-1, 3, -1), value), -1)
+
+    def fast(products: Tensor, shared: Tensor) -> Tensor:
+        return torch.cat(expanded_heads(products, shared, 3), -1)
+
+    for width in (FP32, BF16):
+        compare(fast, plain, [torch.randn(ROWS, 3, 8), torch.randn(ROWS, 1, 4)], width)
+
+
 def test_gated_linear(dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     linear = GatedLinear(WIDTH, 5, bias=False)

@@ -4,15 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle31.kernels import packed_attention as packed_block
 from eagle31.kernels.merged_attention import CausalBlock, NoContext, merged_attention
-from eagle31.kernels.packed_attention import PackedBlock
 from eagle31.kernels.query_run import context_window
 from eagle31.kernels.tiled_attention import TILE, FlashKernel, Kernel, PlainKernel, TiledBlock, TileMasks
 from eagle31.model.attention import LayerKeys, rollout_attention
 from eagle31.training.schedule import RolloutSchedule, schedule_rollout
 
-DIM = 6  # which the packed kernel pads to 8
+DIM = 6
 SCALE = 0.4  # other than DIM ** -0.5
 STEPS = 4
 
@@ -60,10 +58,6 @@ def block_of(name: str, schedule: RolloutSchedule, step: int, window: int | None
     context = context_window(window, step)
     if context == 0:
         return NoContext(SCALE)
-    if name.startswith("packed"):
-        return PackedBlock(schedule.chunks[0].steps[0].runs, torch.device("cpu"), SCALE).for_rows(
-            schedule.chunks[0].steps[step].first_index, context
-        )
     kernel: Kernel = FlashKernel(SCALE) if name == "flash" else PlainKernel(SCALE)
     longest = max(run.key_stop - run.key_start for run in schedule.chunks[0].steps[0].runs)
     return TiledBlock(
@@ -73,73 +67,11 @@ def block_of(name: str, schedule: RolloutSchedule, step: int, window: int | None
     )
 
 
-def by_definition(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    starts_q: Tensor,
-    starts_k: Tensor,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return probabilities and log-sum-exp as the packed CUDA kernel documents them."""
-    rows, width = torch.arange(len(query)), torch.arange(len(keys))
-    run_q = torch.searchsorted(starts_q, rows, right=True) - 1
-    run_k = torch.searchsorted(starts_k, width, right=True) - 1
-    # Bottom-right alignment: the last query reads the last key.
-    shift = (starts_k[1:] - starts_q[1:])[run_q]
-    last = (rows + shift)[:, None]
-    visible = (run_q[:, None] == run_k[None]) & (width[None] <= last)
-    if window_size_left is not None:
-        assert window_size_right == 0
-        visible &= width[None] >= last - window_size_left
-    group = query.shape[1] // keys.shape[1]
-    scores = torch.einsum("qhd,khd->qhk", query, keys.repeat_interleave(group, 1)) * SCALE
-    scores = scores.masked_fill(~visible[:, None], float("-inf"))
-    return scores.softmax(-1), scores.logsumexp(-1)
-
-
-class CudaKernel:
-    """A stand-in for `aten._flash_attention_{forward,backward}`, by their definition."""
-
-    def _flash_attention_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, cq: Tensor, ck: Tensor, *_: object, scale: float, **window: int
-    ):
-        assert scale == SCALE
-        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
-        probs, lse = by_definition(q, k, v, cq, ck, **window)
-        out = torch.einsum("qhk,khd->qhd", probs, v.repeat_interleave(q.shape[1] // k.shape[1], 1))
-        return out, lse.t().contiguous(), None, None, None
-
-    def _flash_attention_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cq: Tensor, ck: Tensor,
-        *_: object, scale: float, **window: int,
-    ):  # fmt: skip
-        assert scale == SCALE
-        assert q.shape[-1] == k.shape[-1] == v.shape[-1] == grad.shape[-1] == out.shape[-1]
-        group = q.shape[1] // k.shape[1]
-        wide_k, wide_v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        probs, step_lse = by_definition(q, k, v, cq, ck, **window)
-        probs = probs * (step_lse - lse.t()).exp().unsqueeze(-1)  # the kernel uses the lse that it is given
-        slope = torch.einsum("qhd,khd->qhk", grad, wide_v) - (grad * out).sum(-1, keepdim=True)
-        slope = slope * probs * SCALE
-        shape = (len(k), k.shape[1], group, k.shape[2])
-        grad_k = torch.einsum("qhk,qhd->khd", slope, q).view(shape).sum(2)
-        grad_v = torch.einsum("qhk,qhd->khd", probs, grad).view(shape).sum(2)
-        return torch.einsum("qhk,khd->qhd", slope, wide_k), grad_k, grad_v
-
-
 # The windows are shorter than the draft, than most documents, and longer than a tile. Odd ones are without
 # the keys that no query reaches.
 @pytest.mark.parametrize("window", [None, 2, 11, TILE + 30])
-@pytest.mark.parametrize(
-    ("name", "value_width"), [("flash", DIM), ("plain", 5), ("packed", 5), ("packed in calls", DIM)]
-)
-def test_values_and_gradients_equal_the_definition(
-    name: str, value_width: int, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packed_block, "kernels", CudaKernel())
-    monkeypatch.setattr(packed_block, "LARGEST_GAP", 0 if name == "packed in calls" else 8)
+@pytest.mark.parametrize(("name", "value_width"), [("flash", DIM), ("plain", 5)])
+def test_values_and_gradients_equal_the_definition(name: str, value_width: int, window: int | None) -> None:
     lengths = (40, 9, 2 * TILE + 75)
     document_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
     supervised = random_supervised(sum(lengths), document_ids, seed=4)

@@ -1,11 +1,21 @@
-"""Where the flash kernel is taken: by the card, the dtype and the width of a head."""
+"""Packed attention compared with attention by its definition, and where the flash kernel is taken."""
 
+import tests.eagle31.kernels.interpreted  # noqa: F401 - before the kernels
+
+# ruff: isort: split
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
-from eagle31.kernels.packed_attention import flash_obstacle
+from eagle31.kernels import packed_attention as packed
+from eagle31.kernels.packed_attention import flash_obstacle, packed_blocks
+from eagle31.kernels.packed_steps import PackedKeys, packed_attention
+from eagle31.kernels.query_run import context_window
+from eagle31.training.schedule import schedule_rollout
+from tests.eagle31.kernels import test_merged_attention as merged
+from tests.eagle31.kernels.cuda_kernel import CudaKernel
 
 BF16 = torch.bfloat16
 CUDA = torch.device("cuda", 0)
@@ -15,6 +25,66 @@ def card(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     properties = SimpleNamespace(major=capability[0], minor=capability[1], name="a card")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+
+
+# Widths of values, rows between runs that are computed too, sliding window.
+@pytest.mark.parametrize(
+    ("value_width", "largest_gap", "window"), [(5, 8, None), (merged.DIM, 0, None), (5, 8, 2), (5, 0, 5)]
+)
+def test_the_steps_of_a_chunk_are_those_of_the_definition(
+    value_width: int, largest_gap: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step's keys have gradients from all later steps, and step 0's from all."""
+    monkeypatch.setattr(packed, "kernels", CudaKernel())
+    monkeypatch.setattr(packed, "LARGEST_GAP", largest_gap)
+    document_ids = torch.tensor([0] * 11 + [1] * 5)
+    supervised = merged.random_supervised(len(document_ids), document_ids, seed=4)
+    schedule = schedule_rollout(supervised, document_ids)
+    steps = schedule.chunks[0].steps
+    numbers = range(len(steps))
+    blocks = packed_blocks(
+        [step.runs for step in steps],
+        [step.first_index for step in steps],
+        [context_window(window, step) for step in numbers],
+        [0 if window is None else max(0, step - window) for step in numbers],
+        merged.SCALE,
+        torch.device("cpu"),
+    )
+    _, keys, values, *rollout = merged.random_tensors(schedule, len(steps) - 1, value_width)
+    queries = [merged.random_tensors(schedule, step, value_width)[0] for step in numbers]
+    leaves = [*queries, keys, values, *rollout]
+    exact = [x.detach().requires_grad_() for x in leaves]
+    narrow = [x.detach().float().requires_grad_() for x in leaves]
+
+    def split(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+        later = len(steps) - 1
+        queries, rest = tensors[: len(steps)], tensors[len(steps) :]
+        return queries, rest[:2], rest[2 : 2 + later], rest[2 + later :]
+
+    of_queries, first, of_keys, of_values = split(exact)
+    expected = [
+        merged.reference(
+            [of_queries[step], *first, *of_keys[:step], *of_values[:step]],
+            schedule,
+            step,
+            document_ids,
+            window,
+        )
+        for step in numbers
+    ]
+    of_queries, first, of_keys, of_values = split(narrow)
+    store = PackedKeys(*first, len(steps) - 1, len(steps[0].rows))
+    found = [
+        packed_attention(
+            blocks[step], store, of_queries[step], *of_keys[step - 1 : step], *of_values[step - 1 : step]
+        )
+        for step in numbers
+    ]
+    grads = [torch.randn_like(x) for x in expected]
+    of_exact = torch.autograd.grad(expected, exact, grads)
+    of_narrow = torch.autograd.grad(found, narrow, [x.float() for x in grads])
+    for one, other in zip([*found, *of_narrow], [*expected, *of_exact], strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import torch
 
-from eagle31.kernels.split_linear import SplitLinear, TokenProjection
+from eagle31.kernels.split_linear import ProductSums, SplitLinear, TokenProjection
 
 
 def test_values_and_gradients_are_those_of_the_whole() -> None:
@@ -11,7 +11,8 @@ def test_values_and_gradients_are_those_of_the_whole() -> None:
     first = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
     second = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     index = torch.tensor([3, 0, 4, 1])  # the rows of a step read different tokens
-    split = projection(second, TokenProjection(projection(first), index))
+    sums = ProductSums()
+    split = projection(second, TokenProjection(projection(first, sums), index, sums))
     whole = projection(torch.cat((first[index], second), dim=1))
     torch.testing.assert_close(split, whole)
     inputs, grad = (first, second, projection.weight), torch.randn_like(whole)
