@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.autograd import DeviceType
+from torch.nn.utils import get_total_norm
 from torch.profiler import ProfilerActivity, profile
 
 from data.target.head import TargetHead
@@ -151,9 +152,18 @@ def update(sizes: RunSizes, device: torch.device) -> Callable[[], None]:
         "betas": BETAS,
         "eps": EPS,
     }
+    optimizer: ClippedAdamW
     if trainer_settings(config, num_ranks=1).muon:
-        return Muon(matrices, others, 0.02, device=device, **settings).step
-    return ClippedAdamW([*matrices, *others], **settings).step
+        optimizer = Muon(matrices, others, 0.02, device=device, **settings)
+    else:
+        optimizer = ClippedAdamW([*matrices, *others], **settings)
+
+    def take() -> None:
+        gradients = [weight.grad for weight in drafter.parameters() if weight.grad is not None]
+        optimizer.begin_step(get_total_norm(gradients))
+        optimizer.step()
+
+    return take
 
 
 def predict(sizes: RunSizes) -> Prediction:
