@@ -49,6 +49,11 @@ _PLACES = {
     ("eagle31/kernels/packed_attention.py", ""): ATTENTION,
     ("eagle31/kernels/tiled_attention.py", ""): ATTENTION,
     ("eagle31/kernels/merged_attention.py", ""): MERGE,
+    ("eagle31/kernels/packed_steps.py", ""): MERGE,
+    ("eagle31/kernels/rollout_terms.py", ""): MERGE,
+    ("eagle31/kernels/expanded_heads.py", ""): PROJECTIONS,
+    ("eagle31/kernels/split_linear.py", ""): PROJECTIONS,
+    ("eagle31/kernels/rotation.py", ""): NORMS,
     ("eagle31/training/rollout.py", "attend"): MERGE,
     ("eagle31/training/rollout.py", "prefill"): FUSION,
     ("eagle31/model/drafter.py", "fuse"): FUSION,
@@ -123,8 +128,6 @@ class Recorder(TorchDispatchMode):
     def _launcher(self, original: Any) -> Any:
         def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             part = self._current_part(sys._getframe(1))
-            if part == ATTENTION:  # whose own kernel is PyTorch's: what is launched around it merges the rest
-                part = MERGE
             with record_function(part) if self._profiled else nullcontext():
                 result = original(kernel, *args, **kwargs)
             arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs

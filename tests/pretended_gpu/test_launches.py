@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from eagle31.model.mla import MlaShape
-from eagle31.training import step as training_step
 from scripts.bench.pretended_gpu.device import PretendedGpu
 from tests.eagle31.tiny import tiny_config
 from tests.pretended_gpu.steps import drafter_on_gpu, host_batch, step
@@ -25,29 +24,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         ),
     },
 }
-# Those of forward and backward at seven steps without the loss, some of whose rows end before the last step.
-LARGEST = {"llama3_1_8b": 560, "kimi_k2_6": 620}
+# Of forward and backward at seven steps, with one chunk of the loss.
+LARGEST = {"llama3_1_8b": 600, "kimi_k2_6": 660}
 
 
 @pytest.mark.parametrize("recipe", SHAPES)
-def test_a_step_has_few_launches(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_has_few_launches(recipe: str) -> None:
     config = tiny_config(**SIZES, **SHAPES[recipe])
     with PretendedGpu() as gpu:
-        in_loss = []
-        one_pass_loss = training_step.one_pass_loss
-
-        def counted(*arguments: Any) -> Any:
-            before = len(gpu.launches)
-            found = one_pass_loss(*arguments)
-            in_loss.append(len(gpu.launches) - before)
-            return found
-
-        monkeypatch.setattr(training_step, "one_pass_loss", counted)
         drafter, frozen = drafter_on_gpu(config, BF16)
         batch = host_batch(config, BF16)
         before = len(gpu.launches)
         with gpu.no_waiting():
             step(drafter, frozen, batch, num_steps=7, with_metrics=False)
         launches = gpu.launches[before:]
-    assert len(launches) - sum(in_loss) <= LARGEST[recipe]
+    assert len(launches) <= LARGEST[recipe]
     assert not {aten.index_add_.default, aten.scatter_add_.default} & set(launches)
