@@ -1,6 +1,6 @@
 """The backward pass of RMSNorm as a Triton kernel that adds to the weight's gradient of earlier calls.
 
-Liger-Kernel's sums the weight's gradient of each call in operations of its own, fills the input's with zeros
+Liger-Kernel's sums the weight's gradient of each call in separate operations, fills the input's with zeros
 first, and with a residual is compiled again for each number of rows.
 """
 

@@ -13,6 +13,18 @@ from torch import Tensor
 
 
 @triton.jit
+def _program(rows, places):
+    """Return a program's row and key head, the row's slot, and its place among the queries of the block."""
+    row = tl.program_id(0).to(tl.int64)
+    slot, place = row, row
+    if rows is not None:
+        slot = tl.load(rows + row)
+    if places is not None:
+        place = tl.load(places + row)
+    return row, tl.program_id(1), slot, place
+
+
+@triton.jit
 def _merge_kernel(
     output, lse, query, own_key, own_value, keys, values, merged,
     rows, places, first, count, scale, query_stride, lse_stride, output_stride,
@@ -20,17 +32,11 @@ def _merge_kernel(
     STEP_ROWS, BLOCK_GROUP: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
     """Merge the rollout terms into the output of the step-0 keys, and copy the row's own key and value."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot, place = row, row
-    if rows is not None:
-        slot = tl.load(rows + row)
-    if places is not None:
-        place = tl.load(places + row)
+    row, head, slot, place = _program(rows, places)
     lanes, d, dv = tl.arange(0, BLOCK_GROUP), tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_VALUE)
     q_heads = head * GROUP + lanes
     in_group, in_width, in_value = lanes < GROUP, d < WIDTH, dv < VALUE_WIDTH
-    of_query = in_group[:, None] & in_width[None]
-    of_output = in_group[:, None] & in_value[None]
+    of_query, of_output = in_group[:, None] & in_width[None], in_group[:, None] & in_value[None]
     at_query = (place * HEADS * GROUP + q_heads[:, None]) * query_stride + d[None]
     q = tl.load(query + at_query, mask=of_query, other=0.0).to(tl.float32)
     at_lse = lse + q_heads.to(tl.int64) * lse_stride + place
@@ -75,17 +81,11 @@ def _backward_kernel(
     STEP_ROWS, BLOCK_GROUP: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
     """Add the rollout terms to the query's gradient and to the sums of keys and values."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot, place = row, row
-    if rows is not None:
-        slot = tl.load(rows + row)
-    if places is not None:
-        place = tl.load(places + row)
+    row, head, slot, place = _program(rows, places)
     lanes, d, dv = tl.arange(0, BLOCK_GROUP), tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_VALUE)
     q_heads = head * GROUP + lanes
     in_group, in_width, in_value = lanes < GROUP, d < WIDTH, dv < VALUE_WIDTH
-    of_query = in_group[:, None] & in_width[None]
-    of_output = in_group[:, None] & in_value[None]
+    of_query, of_output = in_group[:, None] & in_width[None], in_group[:, None] & in_value[None]
     at_query = (place * HEADS * GROUP + q_heads[:, None]) * query_stride + d[None]
     at_output = (row * HEADS * GROUP + q_heads[:, None]) * VALUE_WIDTH + dv[None]
     q = tl.load(query + at_query, mask=of_query, other=0.0).to(tl.float32)

@@ -1,6 +1,6 @@
 """Trains on the pretended GPU as rank 0 of two under DeepSpeed, and writes for what the host waited.
 
-It is a process of its own, because it has a process group without other ranks.
+It is a separate process, because it has a process group without other ranks.
 """
 
 import json
