@@ -39,8 +39,12 @@ def rows() -> Iterator[Row]:
     for group, width, value_width in ((4, 128, 128), (1, 192, 128), (8, 128, 128), (4, 64, 64)):
         sizes = _widths(group, width, value_width)
         num_warps = sizes.pop("num_warps")
-        for kernel in ("_merge_kernel", "_backward_kernel"):
-            yield Row("rollout_terms", kernel, {"HEADS": 8, "GROUP": group, **sizes}, num_warps)
+        for kernel, of_context in (("_merge_kernel", "output"), ("_backward_kernel", "padded_query")):
+            constants = {"HEADS": 8, "GROUP": group, **sizes}
+            yield Row("rollout_terms", kernel, constants, num_warps)
+            # The rows of step 0 themselves, where a window leaves none of its keys.
+            absent = dict.fromkeys(("rows", "places", of_context))
+            yield Row("rollout_terms", kernel, constants | absent, num_warps)
     yield Row("rollout_terms", "_spread_kernel", {"WIDTH": 128, "BLOCK": 256}, 1)
     yield Row("rollout_terms", "_add_rows_kernel", {"BLOCK": 2048}, 4)
     for plain, half in ((0, 64), (128, 32)):
