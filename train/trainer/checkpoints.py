@@ -2,10 +2,14 @@
 
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import deepspeed
+import torch
 from torch import Tensor
 
 from eagle31.errors import UserError
@@ -17,6 +21,7 @@ from train.trainer.parts import (
     MANIFEST,
     STATE,
     DamagedCheckpoint,
+    SavedFragment,
     SavedParts,
     check_file,
     read_checked,
@@ -27,6 +32,7 @@ from train.trainer.parts import (
 
 CHECKPOINTS = "checkpoints"  # in the directory of a training
 BEST = "best.json"
+_PIECE = 1 << 23  # elements
 
 
 @dataclass
@@ -48,11 +54,48 @@ class TrainState:
     continued_at: int = 0  # the step after which this directory's training continues an earlier one
 
 
+class HostCopies:
+    """Copies of fragments in the host's memory, which the next copies replace."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+
+    def of(self, fragments: Sequence[SavedFragment]) -> list[SavedFragment]:
+        """Copy fragments, and wait until the copies are there. Long ones are divided."""
+        # PyTorch rounds pinned memory up to a power of two, which a piece has.
+        pieces = [
+            replace(one, start=one.start + number * _PIECE, values=values)
+            for one in fragments
+            for number, values in enumerate(one.values.split(_PIECE))
+        ]
+        if [len(one) for one in self._buffers] != [len(one.values) for one in pieces]:
+            self._buffers = [
+                torch.empty_like(one.values, device="cpu", pin_memory=one.values.is_cuda) for one in pieces
+            ]
+        for buffer, piece in zip(self._buffers, pieces, strict=True):
+            buffer.copy_(piece.values, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return [replace(piece, values=buffer) for buffer, piece in zip(self._buffers, pieces, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """A checkpoint whose parts are being written, with what its other files will have."""
+
+    state: TrainState
+    weights: dict[str, list[int]]  # shapes
+    optimizer_steps: dict[str, float]  # of this rank's weights
+    part: Future[dict[str, int]]
+
+
 class CheckpointDirectory:
     """A directory with `step-00000100/` for each kept checkpoint, and `best/` for the best weights.
 
     A checkpoint has a file of each rank that wrote it, in the form of `train.trainer.parts`, and any
     number of ranks reads it. What is damaged is found by its checksum.
+
+    Each rank's file is written by a thread of its own, which takes part in no collective operation.
     """
 
     def __init__(self, root: Path, keep: int, world: World) -> None:
@@ -60,41 +103,59 @@ class CheckpointDirectory:
         self.keep = keep
         self.world = world
         self.always_kept: int | None = None  # the step of a checkpoint that no newer one replaces
+        self._copies, self._writer = HostCopies(), ThreadPoolExecutor(1)
+        self._writing: _Writing | None = None
 
     def steps(self) -> list[int]:
         """Return the steps of the finished checkpoints, ascending."""
         return saved_steps(self.root)
 
     def save(self, model_engine: deepspeed.DeepSpeedEngine, state: TrainState) -> None:
-        """Write a checkpoint; a kill at any moment leaves the earlier ones untouched. Every rank calls."""
-        final, partial_path = self._path(state.step), self.root / f".step-{state.step:08d}.partial"
-        name = f"part-{self.world.rank:05d}.safetensors"
+        """Begin a checkpoint: copy what this rank writes, which may change at once. Every rank calls.
+
+        The one before is finished first. A kill at any moment leaves finished ones untouched.
+
+        Raises:
+            OSError: the one before cannot be written.
+        """
+        self.finish()
+        partial_path = self._partial(state.step)
 
         def prepare() -> None:
             shutil.rmtree(partial_path, ignore_errors=True)
             partial_path.mkdir(parents=True)
 
-        def publish() -> None:
-            write_checked(partial_path / MANIFEST, manifest)
-            write_checked(partial_path / STATE, asdict(state) | {"world_size": self.world.size})
-            shutil.rmtree(self._damaged(final), ignore_errors=True)
-            os.replace(partial_path, final)
-            sync_directory(self.root)
-            for step in self.steps()[: -self.keep]:
-                if step != self.always_kept:
-                    # Renamed first, so that nobody finds a part of it.
-                    os.replace(self._path(step), removed := self.root / f".step-{step:08d}.removed.partial")
-                    shutil.rmtree(removed)
-
         on_main_first(self.world.is_main, prepare)
-        part = write_part(partial_path / name, saved_fragments(model_engine, self.world))
-        written = gathered([name, part, optimizer_steps(model_engine)], self.world)
+        copies = self._copies.of(saved_fragments(model_engine, self.world))
+        self._writing = _Writing(
+            replace(state),
+            weight_shapes(model_engine),
+            optimizer_steps(model_engine),
+            self._writer.submit(write_part, partial_path / self._part_name, copies),
+        )
+
+    def finish(self, *, wait: bool = True) -> None:
+        """Finish the checkpoint that was begun, if there is one. Every rank calls.
+
+        Args:
+            wait: False returns at once if a rank is still writing its part.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if (writing := self._writing) is None:
+            return
+        part = writing.part.result() if wait or writing.part.done() else None
+        written = gathered([self._part_name, part, writing.optimizer_steps], self.world)
+        if any(part is None for _, part, _ in written):
+            return
         manifest = {
             "files": {file: entry for file, entry, _ in written},
-            "weights": weight_shapes(model_engine),
+            "weights": writing.weights,
             "optimizer_steps": {name: step for _, _, steps in written for name, step in steps.items()},
         }
-        on_main_first(self.world.is_main, publish)
+        on_main_first(self.world.is_main, lambda: self._publish(writing.state, manifest))
+        self._writing = None
 
     def resume(self, model_engine: deepspeed.DeepSpeedEngine) -> TrainState:
         """Load the newest checkpoint that is as it was written; return a new state if there is none.
@@ -146,6 +207,20 @@ class CheckpointDirectory:
             description = read_json(path)
             return load_tensors(file_within(best, description["file"], path)), description
 
+    def _publish(self, state: TrainState, manifest: dict[str, Any]) -> None:
+        """Give a checkpoint its name once all its files are on disk, and remove those that it replaces."""
+        partial_path, final = self._partial(state.step), self._path(state.step)
+        write_checked(partial_path / MANIFEST, manifest)
+        write_checked(partial_path / STATE, asdict(state) | {"world_size": self.world.size})
+        shutil.rmtree(self._damaged(final), ignore_errors=True)
+        os.replace(partial_path, final)
+        sync_directory(self.root)
+        for step in self.steps()[: -self.keep]:
+            if step != self.always_kept:
+                # Renamed first, so that nobody finds a part of it.
+                os.replace(self._path(step), removed := self.root / f".step-{step:08d}.removed.partial")
+                shutil.rmtree(removed)
+
     def _load(self, path: Path, model_engine: deepspeed.DeepSpeedEngine) -> TrainState:
         saved = read_checked(path / STATE)
         del saved["world_size"]
@@ -172,6 +247,13 @@ class CheckpointDirectory:
 
     def _damaged(self, checkpoint: Path) -> Path:
         return checkpoint.with_name(f"damaged-{checkpoint.name}")
+
+    @property
+    def _part_name(self) -> str:
+        return f"part-{self.world.rank:05d}.safetensors"
+
+    def _partial(self, step: int) -> Path:
+        return self.root / f".step-{step:08d}.partial"
 
     def _path(self, step: int) -> Path:
         return self.root / f"step-{step:08d}"

@@ -107,6 +107,8 @@ class TrainingLoop:
                     due = [one for one in due if one is not save]
                 for action in due:
                     action.run()
+                if stop or state.step == settings.max_steps:
+                    self.checkpoints.finish()
                 if stop and state.step < settings.max_steps:
                     if self.world.is_main:
                         print(f"train: saved after step {state.step} and stopped; the same command resumes")
@@ -145,6 +147,8 @@ class TrainingLoop:
         return num_stopping > 0
 
     def _log(self) -> None:
+        with self.window.timed("checkpoint"):
+            self.checkpoints.finish(wait=False)
         metrics = self.window.metrics(self.world, self.settings.speed)
         norm = float(self.grad_norm)
         metrics["learning_rate"] = self.learning_rate

@@ -89,6 +89,7 @@ def resume(directory: Path, settings: dict[str, Any], world: World) -> dict[str,
     copy = directory.parent / f"{directory.name}.copy"
     again = CheckpointDirectory(copy, 1, world)
     again.save(training.engine, state)
+    again.finish()
     name = f"step-{state.step:08d}"
     found: dict[str, Any] = {"step": state.step, "kinds": [], "different": []}
     for kind in KINDS if world.is_main else ():
