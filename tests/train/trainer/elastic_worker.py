@@ -5,7 +5,9 @@ import shutil
 import sys
 from contextlib import closing
 from pathlib import Path
+from threading import Event
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
@@ -28,7 +30,7 @@ from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.engine import ensure_process_group
 from train.trainer.loop import optimizer_step
 from train.trainer.metrics import WindowSums
-from train.trainer.parts import load_weights
+from train.trainer.parts import load_weights, write_part
 
 SAVED, STEPS = 2, 4
 KINDS = ("weights", "exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -73,25 +75,51 @@ class Training:
 
 
 def save(directory: Path, settings: dict[str, Any], world: World) -> dict[str, Any]:
-    """Train two steps, save after each, and train two more."""
+    """Train two steps, save after each, and train two more before the last rank writes its second part."""
     training, saved = Training(settings, world), CheckpointDirectory(directory, 2, world)
-    row = 0
-    for step in range(1, SAVED + 1):
-        _, row = training.steps(step - 1, step, row)
-        saved.save(training.engine, TrainState(step, row=row))
-    return {"losses": training.steps(SAVED, STEPS, row)[0]}
+    trained = Event()
+    if world.rank < world.size - 1:
+        trained.set()
+
+    def write_late(*given: Any) -> dict[str, int]:
+        assert trained.wait(60)
+        return write_part(*given)
+
+    _, row = training.steps(0, 1, 0)
+    saved.save(training.engine, TrainState(1, row=row))
+    _, row = training.steps(1, SAVED, row)
+    with patch("train.trainer.checkpoints.write_part", write_late):
+        saved.save(training.engine, state := TrainState(SAVED, row=row))
+    copy = save_at_once(directory, training, state)
+    losses = training.steps(SAVED, STEPS, row)[0]
+    saved.finish(wait=False)
+    unfinished = saved.steps()
+    trained.set()
+    saved.finish()
+    return {"losses": losses, "unfinished": unfinished} | compare_with(copy, directory, world)
 
 
 def resume(directory: Path, settings: dict[str, Any], world: World) -> dict[str, Any]:
     """Load a checkpoint, save it again, and train to the end."""
     training = Training(settings, world)
     state = CheckpointDirectory(directory, 2, world).resume(training.engine)
+    found = compare_with(save_at_once(directory, training, state), directory, world)
+    return found | {"step": state.step, "losses": training.steps(state.step, STEPS, state.row)[0]}
+
+
+def save_at_once(directory: Path, training: Training, state: TrainState) -> Path:
+    """Save into another directory, and return it."""
     copy = directory.parent / f"{directory.name}.copy"
-    again = CheckpointDirectory(copy, 1, world)
+    again = CheckpointDirectory(copy, 1, training.world)
     again.save(training.engine, state)
     again.finish()
-    name = f"step-{state.step:08d}"
-    found: dict[str, Any] = {"step": state.step, "kinds": [], "different": []}
+    return copy
+
+
+def compare_with(copy: Path, directory: Path, world: World) -> dict[str, Any]:
+    """Return what the checkpoint has and in what it is not the copy, which is removed."""
+    name = f"step-{SAVED:08d}"
+    found: dict[str, Any] = {"kinds": [], "different": []}
     for kind in KINDS if world.is_main else ():
         ours, theirs = load_weights(copy / name, kind), load_weights(directory / name, kind)
         found["kinds"] += [kind] if theirs else []
@@ -104,7 +132,7 @@ def resume(directory: Path, settings: dict[str, Any], world: World) -> dict[str,
     gathered(None, world)
     if world.is_main:
         shutil.rmtree(copy)
-    return found | {"losses": training.steps(state.step, STEPS, state.row)[0]}
+    return found
 
 
 def main() -> None:
