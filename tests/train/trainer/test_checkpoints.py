@@ -1,0 +1,188 @@
+"""One rank trains while its checkpoints are written; test_elastic.py has several ranks."""
+
+import errno
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from train.distributed import World
+from train.stop import Stopped
+from train.trainer.checkpoints import CheckpointDirectory, HostCopies, TrainState
+from train.trainer.learning_rate import LearningRate
+from train.trainer.loop import LoopSettings, TrainingLoop
+from train.trainer.parts import SavedFragment, write_part
+
+WORLD = World(0, 0, 1)
+
+
+class Engine:
+    """What a checkpoint needs of DeepSpeed's engine at ZeRO 0."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.module = nn.ModuleDict({"drafter": nn.Linear(5, 3)})
+        self.module.drafter = self.module["drafter"]
+        self.optimizer = self.basic_optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1)
+        self.basic_optimizer.refused = torch.tensor(False)  # type: ignore[attr-defined]
+
+    def zero_optimization(self) -> bool:
+        return False
+
+    def train(self, begin: int, end: int) -> None:
+        for step in range(begin, end):
+            rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+            self.module.drafter(rows).square().sum().backward()
+            self.basic_optimizer.step()
+            self.basic_optimizer.zero_grad()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: weight.clone() for name, weight in self.module.drafter.state_dict().items()}
+
+
+class Loop(TrainingLoop):
+    """The loop with the engine's steps, and no validation."""
+
+    def __init__(self, checkpoints: CheckpointDirectory, state: TrainState, max_steps: int) -> None:
+        rate = LearningRate(0.1, "constant", 0, max_steps, max_steps)
+        settings = LoopSettings(max_steps, rate, 1, 1, max_steps, 2, 1)
+        loader = SimpleNamespace(read_ahead=lambda step: None, collect_stats=lambda: None)
+        skipped = SimpleNamespace(collect=lambda wait: [], check=lambda saved: None, num_in_a_row=0)
+        tracker, nothing = SimpleNamespace(log=lambda record: None), SimpleNamespace()
+        given: list[Any] = [SimpleNamespace(loader=loader), nothing, nothing, checkpoints, tracker, skipped]
+        super().__init__(Engine(), *given, settings, state, WORLD, torch.float32)  # type: ignore[arg-type]
+
+    def _step(self, *, with_metrics: bool, stop: bool) -> bool:
+        self.model_engine.train(self.state.step, self.state.step + 1)  # type: ignore[arg-type]
+        self.state.step += 1
+        self.window.num_depths = 1
+        return stop
+
+    def _validate(self) -> None:
+        self.state.best_step = self.state.step
+
+
+@pytest.fixture
+def may_write(monkeypatch: pytest.MonkeyPatch) -> Event:
+    """Return what the writers wait for."""
+    event = Event()
+
+    def write(*given: Any) -> dict[str, int]:
+        assert event.wait(60)
+        return write_part(*given)
+
+    monkeypatch.setattr("train.trainer.checkpoints.write_part", write)
+    return event
+
+
+def idle(saved: CheckpointDirectory) -> None:
+    """Wait until nothing is left to write."""
+    saved._writer.submit(int).result()
+
+
+def test_training_resumes_from_the_weights_at_the_call(tmp_path: Path, may_write: Event) -> None:
+    saved, engine, state = CheckpointDirectory(tmp_path, 2, WORLD), Engine(), TrainState(3)
+    engine.train(0, 3)
+    saved.save(engine, state)  # type: ignore[arg-type]
+    state.step = 5
+    engine.train(3, 5)
+    saved.finish(wait=False)
+    assert saved.steps() == []
+    may_write.set()
+    idle(saved)
+    saved.finish(wait=False)
+    assert saved.steps() == [3]
+    resumed = Engine()
+    assert CheckpointDirectory(tmp_path, 2, WORLD).resume(resumed) == TrainState(3)  # type: ignore[arg-type]
+    resumed.train(3, 5)
+    for name, weight in engine.weights().items():
+        assert torch.equal(resumed.weights()[name], weight)
+
+
+def test_the_newest_and_one_other_are_kept(tmp_path: Path) -> None:
+    saved, engine, found = CheckpointDirectory(tmp_path, 2, WORLD), Engine(), []
+    saved.always_kept = 2
+    for step in range(1, 6):
+        engine.train(step - 1, step)
+        saved.save(engine, TrainState(step))  # type: ignore[arg-type]
+        found.append(saved.steps())
+    saved.finish()
+    assert [*found, saved.steps()] == [[], [1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5]]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def fail(path: Path, _: Any) -> dict[str, int]:
+    path.write_bytes(b"a part")
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("next_call", ["log", "save", "end"])
+def test_a_full_disk_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, next_call: str) -> None:
+    saved, engine = CheckpointDirectory(tmp_path, 1, WORLD), Engine()
+    engine.train(0, 1)
+    saved.save(engine, TrainState(1))  # type: ignore[arg-type]
+    saved.finish()
+    monkeypatch.setattr("train.trainer.checkpoints.write_part", fail)
+    saved.save(engine, TrainState(2))  # type: ignore[arg-type]
+    idle(saved)
+    calls: dict[str, Callable[[], None]] = {
+        "log": lambda: saved.finish(wait=False),
+        "save": lambda: saved.save(engine, TrainState(3)),  # type: ignore[arg-type]
+        "end": saved.finish,
+    }
+    with pytest.raises(OSError, match="No space left on device"):
+        calls[next_call]()
+    assert CheckpointDirectory(tmp_path, 1, WORLD).resume(Engine()).step == 1  # type: ignore[arg-type]
+
+
+def test_a_stop_waits_for_both_checkpoints(tmp_path: Path, may_write: Event) -> None:
+    saved, state = CheckpointDirectory(tmp_path, 2, WORLD), TrainState(best_step=0)
+
+    def stop_reason() -> str | None:
+        if state.step < 2:
+            return None
+        assert may_write.is_set() or saved.steps() == []
+        may_write.set()
+        return "SIGTERM"
+
+    with pytest.raises(Stopped):
+        Loop(saved, state, 8).run(stop_reason)
+    assert saved.steps() == [2, 3]
+
+
+def test_the_loop_finishes_checkpoints_as_it_logs_and_at_its_end(tmp_path: Path) -> None:
+    saved, state, found = CheckpointDirectory(tmp_path, 9, WORLD), TrainState(best_step=0), {}
+
+    def note() -> None:
+        found[state.step] = saved.steps()
+        idle(saved)
+
+    Loop(saved, state, 5).run(note)
+    assert found == {0: [], 1: [], 2: [], 3: [2], 4: [2]}
+    assert saved.steps() == [2, 4, 5]
+
+
+def test_copies_use_the_same_memory_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.trainer.checkpoints._PIECE", 4)
+    copies, values = HostCopies(), torch.arange(10.0)
+    fragments = [SavedFragment("weights", "a", 7, values), SavedFragment("weights", "b", 0, values[:2])]
+    first = copies.of(fragments)
+    assert [(one.key, one.values.tolist()) for one in first] == [
+        ("weights/a/7", [0, 1, 2, 3]),
+        ("weights/a/11", [4, 5, 6, 7]),
+        ("weights/a/15", [8, 9]),
+        ("weights/b/0", [0, 1]),
+    ]
+    values += 1
+    second = copies.of(fragments)
+    assert second[1].values.tolist() == [5, 6, 7, 8]
+    assert [one.values.data_ptr() for one in first] == [one.values.data_ptr() for one in second]
+    # The optimizer has more states.
+    longer = copies.of([*fragments, replace(fragments[1], kind="exp_avg")])
+    assert [len(one.values) for one in longer] == [4, 4, 2, 2, 2]
