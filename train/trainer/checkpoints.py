@@ -95,7 +95,7 @@ class CheckpointDirectory:
     A checkpoint has a file of each rank that wrote it, in the form of `train.trainer.parts`, and any
     number of ranks reads it. What is damaged is found by its checksum.
 
-    Each rank's file is written by a thread of its own, which takes part in no collective operation.
+    One thread of each rank writes and removes its files; it takes part in no collective operation.
     """
 
     def __init__(self, root: Path, keep: int, world: World) -> None:
@@ -208,7 +208,7 @@ class CheckpointDirectory:
             return load_tensors(file_within(best, description["file"], path)), description
 
     def _publish(self, state: TrainState, manifest: dict[str, Any]) -> None:
-        """Give a checkpoint its name once all its files are on disk, and remove those that it replaces."""
+        """Give a checkpoint its name once all its files are on disk, and drop those that it replaces."""
         partial_path, final = self._partial(state.step), self._path(state.step)
         write_checked(partial_path / MANIFEST, manifest)
         write_checked(partial_path / STATE, asdict(state) | {"world_size": self.world.size})
@@ -219,7 +219,8 @@ class CheckpointDirectory:
             if step != self.always_kept:
                 # Renamed first, so that nobody finds a part of it.
                 os.replace(self._path(step), removed := self.root / f".step-{step:08d}.removed.partial")
-                shutil.rmtree(removed)
+                # Removing gigabytes takes seconds; what is left of them, the next start removes.
+                self._writer.submit(shutil.rmtree, removed, ignore_errors=True)
 
     def _load(self, path: Path, model_engine: deepspeed.DeepSpeedEngine) -> TrainState:
         saved = read_checked(path / STATE)

@@ -114,6 +114,7 @@ def test_the_newest_and_one_other_are_kept(tmp_path: Path) -> None:
         found.append(saved.steps())
     saved.finish()
     assert [*found, saved.steps()] == [[], [1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5]]
+    idle(saved)
     assert len(list(tmp_path.iterdir())) == 3
 
 
