@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from data.addresses import is_loopback
 from eagle31.errors import UserError
+from eagle31.kernels.packed_attention import take_flash_attention_3
 
 POLL_SECONDS = 0.5
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -54,7 +55,7 @@ class World:
         return max(1, self.size // self.num_nodes)
 
     def use_device(self) -> None:
-        """Make this rank's GPU the current one, which CUDA work that names no device uses.
+        """Make this rank's GPU the current one, which CUDA work that names no device uses, and prepare it.
 
         Without this, every process of a node also creates a context on the first GPU.
 
@@ -66,6 +67,7 @@ class World:
             torch.cuda.set_device(self.device)
             if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
                 torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+            take_flash_attention_3(self.device)
 
     @staticmethod
     def from_environment() -> "World":

@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Sequence
 from copy import copy
 from functools import cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 
 from eagle31.kernels.query_run import QueryRun
 from eagle31.kernels.transfer import to_device
@@ -44,8 +46,8 @@ class PackedBlock:
     documents as they are in memory. A document's next run reads the same keys again, so it starts another
     call, and no key is copied.
 
-    The kernel has one width for queries, keys and values, which is a multiple of 8. Narrower ones are padded
-    with zeros and the results are cut.
+    The kernel has one width for queries, keys and values, which is a multiple of 8; FlashAttention 3 also has
+    MLA's. Narrower ones are padded with zeros and the results are cut.
 
     The sums over the calls have a fixed order. The kernel itself sums the gradients of queries in the order
     in which its blocks finish, unless `torch.use_deterministic_algorithms` is set.
@@ -230,6 +232,19 @@ def _offsets(lengths: Sequence[int]) -> Tensor:
 def padded_head_dim(head_dim: int) -> int:
     """Return the width of a head in the flash kernel."""
     return -(-head_dim // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
+
+
+def padded_value_dim(head_dim: int, value_dim: int) -> int:
+    """Return the width of a head's values in the flash kernel."""
+    if current_flash_attention_impl() == "FA3" and (head_dim, value_dim) == (192, 128):
+        return value_dim
+    return padded_head_dim(head_dim)
+
+
+def take_flash_attention_3(device: torch.device) -> None:
+    """Have aten's flash operations be FlashAttention 3 where its package, for Hopper, is installed."""
+    if find_spec("flash_attn_interface") and torch.cuda.get_device_capability(device) == (9, 0):
+        activate_flash_attention_impl("FA3")
 
 
 def flash_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from eagle31.kernels.elementwise import widened
-from eagle31.kernels.packed_attention import PackedBlock, padded_head_dim
+from eagle31.kernels.packed_attention import PackedBlock, padded_head_dim, padded_value_dim
 
 
 class _Sums:
@@ -51,9 +51,10 @@ class PackedKeys:
         num_rows: int = 0,
         sums: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        width = padded_head_dim(keys.shape[-1])
         self.value_width = values.shape[-1]
-        self.context = [_widen(x.detach().contiguous(), width) for x in (keys, values)]
+        widths = padded_head_dim(keys.shape[-1]), padded_value_dim(keys.shape[-1], self.value_width)
+        tensors = zip((keys, values), widths, strict=True)
+        self.context = [_widen(x.detach().contiguous(), width) for x, width in tensors]
         # Those of later steps, at the rows of step 0.
         slots = [x.new_empty(num_steps, num_rows, *x.shape[1:]) for x in (keys, values)]
         self.slots, self.slot_sums = slots, _Sums(slots[0], slots[1], keys.dtype)
@@ -114,7 +115,8 @@ class _PackedAttention(torch.autograd.Function):
         block, keys, grad = ctx.block, ctx.keys, grad.contiguous()
         grad_query = None
         if block.calls:
-            wide_grad, wide_output = spread_rows((grad, output), block.sources, spread.shape[-1])
+            width = keys.context[1].shape[-1]
+            wide_grad, wide_output = spread_rows((grad, output), block.sources, width)
             grad_query = block.backward(
                 wide_grad, spread, *keys.context, wide_output, lse, keys.context_sums()
             )

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.gpu.runs import Check
+from train.distributed import World
 from train.tables import aligned
 
 DEVICE = os.environ.get("EAGLE31_GPU_CHECK_DEVICE")
@@ -58,6 +59,8 @@ def check() -> Check:
         pytest.skip("scripts/gpu_check runs it")
     if DEVICE == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch finds no GPU")
+    if DEVICE == "cuda":
+        World.from_environment().use_device()
     return Check(OUTPUT, torch.device(DEVICE))
 
 

@@ -37,7 +37,7 @@ class CudaKernel:
     def _flash_attention_forward(
         self, q: Tensor, k: Tensor, v: Tensor, cq: Tensor, ck: Tensor, *_: object, scale: float, **window: int
     ):
-        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        assert q.shape[-1] == k.shape[-1]
         probs, lse = by_definition(q, k, v, cq, ck, scale, **window)
         out = torch.einsum("qhk,khd->qhd", probs, v.repeat_interleave(q.shape[1] // k.shape[1], 1))
         return out.contiguous(), lse.t().contiguous(), None, None, None
@@ -46,14 +46,15 @@ class CudaKernel:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cq: Tensor, ck: Tensor,
         *_: object, scale: float, **window: int,
     ):  # fmt: skip
-        assert q.shape[-1] == k.shape[-1] == v.shape[-1] == grad.shape[-1] == out.shape[-1]
+        assert q.shape[-1] == k.shape[-1]
+        assert v.shape[-1] == grad.shape[-1] == out.shape[-1]
         group = q.shape[1] // k.shape[1]
         wide_k, wide_v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         probs, step_lse = by_definition(q, k, v, cq, ck, scale, **window)
         probs = probs * (step_lse - lse.t()).exp().unsqueeze(-1)  # the kernel uses the lse that it is given
         slope = torch.einsum("qhd,khd->qhk", grad, wide_v) - (grad * out).sum(-1, keepdim=True)
         slope = slope * probs * scale
-        shape = (len(k), k.shape[1], group, k.shape[2])
-        grad_k = torch.einsum("qhk,qhd->khd", slope, q).view(shape).sum(2)
-        grad_v = torch.einsum("qhk,qhd->khd", probs, grad).view(shape).sum(2)
+        heads = (len(k), k.shape[1], group)
+        grad_k = torch.einsum("qhk,qhd->khd", slope, q).view(*heads, -1).sum(2)
+        grad_v = torch.einsum("qhk,qhd->khd", probs, grad).view(*heads, -1).sum(2)
         return torch.einsum("qhk,khd->qhd", slope, wide_k).contiguous(), grad_k, grad_v

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from eagle31.kernels import packed_attention as packed
-from eagle31.kernels.packed_attention import flash_obstacle, packed_blocks
+from eagle31.kernels import packed_steps
+from eagle31.kernels.packed_attention import (
+    flash_obstacle,
+    packed_blocks,
+    padded_value_dim,
+    take_flash_attention_3,
+)
 from eagle31.kernels.packed_steps import PackedKeys, packed_attention
 from eagle31.kernels.query_run import context_window
 from eagle31.training.schedule import schedule_rollout
@@ -27,15 +33,17 @@ def card(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
 
 
-# Widths of values, rows between runs that are computed too, sliding window.
+# Widths of values in a head and in the kernel, rows between runs that are computed too, sliding window.
 @pytest.mark.parametrize(
-    ("value_width", "largest_gap", "window"), [(5, 8, None), (merged.DIM, 0, None), (5, 8, 2), (5, 0, 5)]
+    ("value_width", "kernel_width", "largest_gap", "window"),
+    [(5, 8, 8, None), (merged.DIM, 8, 0, None), (5, 8, 8, 2), (5, 8, 0, 5), (5, 5, 8, None), (5, 5, 0, 2)],
 )
 def test_the_steps_of_a_chunk_are_those_of_the_definition(
-    value_width: int, largest_gap: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+    value_width: int, kernel_width: int, largest_gap: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step's keys have gradients from all later steps, and step 0's from all."""
     monkeypatch.setattr(packed, "kernels", CudaKernel())
+    monkeypatch.setattr(packed_steps, "padded_value_dim", lambda *_: kernel_width)
     monkeypatch.setattr(packed, "LARGEST_GAP", largest_gap)
     document_ids = torch.tensor([0] * 11 + [1] * 5)
     supervised = merged.random_supervised(len(document_ids), document_ids, seed=4)
@@ -109,3 +117,20 @@ def test_the_kernel_is_taken_where_the_card_has_it(
     card(monkeypatch, capability)
     found = flash_obstacle(CUDA, dtype, head_dim)
     assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_flash_attention_3_is_taken_on_hopper_where_it_is_installed(
+    installed: bool, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    active: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(packed, "find_spec", lambda _: object() if installed else None)
+    monkeypatch.setattr(packed, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(packed, "current_flash_attention_impl", lambda: active[-1] if active else None)
+    take_flash_attention_3(CUDA)
+    taken = installed and capability == (9, 0)
+    assert active == (["FA3"] if taken else [])
+    assert padded_value_dim(192, 128) == (128 if taken else 192)
+    assert padded_value_dim(100, 100) == padded_value_dim(104, 64) == 104
