@@ -31,6 +31,3 @@ ensure_environment() {
 if ! command -v nvidia-smi >/dev/null 2>&1; then
     export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} # DeepSpeed warns when it has to find out
 fi
-
-# Threads that spin while they wait cost more than they bring where cores are shared.
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}

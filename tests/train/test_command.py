@@ -101,3 +101,14 @@ def test_the_processes_of_a_node_share_its_cores(num_cores: int, processes: str 
     set_thread_defaults(environment, num_cores, has_gpu=False)
     assert environment["OMP_NUM_THREADS"] == threads
     assert environment["DS_ACCELERATOR"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_spin_shortly_unless_the_user_decides(given: dict[str, str], spins: str | None) -> None:
+    environment = dict(given)
+    set_thread_defaults(environment, 2, has_gpu=False)
+    assert environment.get("GOMP_SPINCOUNT") == spins
+    assert environment["OMP_WAIT_POLICY"] == given.get("OMP_WAIT_POLICY", "passive")
