@@ -46,6 +46,9 @@ from train.stages.vocab import load_projected, load_vocab
 from train.trainer.parts import STATE, load_weights, read_checked
 
 POINTS = 10  # checkpoints that a training keeps
+# The steps of a run that is timed, of which the first are left out: they start threads and fill caches.
+TIMED_STEPS = 40
+WARM_UP = 8
 _SHARED = (Stage.data, Stage.vocab, Stage.answers, Stage.capture)
 _CPU = torch.device("cpu")
 Json = dict[str, Any]
@@ -211,6 +214,12 @@ def trained(data: Data, side: Side, steps: int, seed: int = 0) -> tuple[RunConte
         state = read_checked(path / STATE)
         kept.append(Kept(state["step"], state["step_seconds"], state["supervised_positions"], str(path)))
     return context, kept
+
+
+def seconds_per_step(data: Data, side: Side) -> float:
+    """Return how long a step of the side takes with its data."""
+    seconds = {kept.step: kept.step_seconds for kept in trained(data, side, TIMED_STEPS)[1]}
+    return (seconds[TIMED_STEPS] - seconds[WARM_UP]) / (TIMED_STEPS - WARM_UP)
 
 
 def eagle31_overrides(side: Side, steps: int, seed: int, every: int) -> list[str]:
