@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,7 @@ from train.stages.vocab import load_projected, load_vocab
 from train.trainer.parts import STATE, load_weights, read_checked
 
 POINTS = 10  # checkpoints that a training keeps
-# The steps of a run that is timed, of which the first are left out: they start threads and fill caches.
-TIMED_STEPS = 40
-WARM_UP = 8
+TIMED_STEPS = 40  # of a run that is timed
 _SHARED = (Stage.data, Stage.vocab, Stage.answers, Stage.capture)
 _CPU = torch.device("cpu")
 Json = dict[str, Any]
@@ -217,9 +216,12 @@ def trained(data: Data, side: Side, steps: int, seed: int = 0) -> tuple[RunConte
 
 
 def seconds_per_step(data: Data, side: Side) -> float:
-    """Return how long a step of the side takes with its data."""
-    seconds = {kept.step: kept.step_seconds for kept in trained(data, side, TIMED_STEPS)[1]}
-    return (seconds[TIMED_STEPS] - seconds[WARM_UP]) / (TIMED_STEPS - WARM_UP)
+    """Return how long a step of the side takes with its data, where other work disturbs it least."""
+    points = trained(data, side, TIMED_STEPS)[1]
+    return min(
+        (after.step_seconds - before.step_seconds) / (after.step - before.step)
+        for before, after in pairwise(points)
+    )
 
 
 def eagle31_overrides(side: Side, steps: int, seed: int, every: int) -> list[str]:
