@@ -72,7 +72,7 @@ class TrainConfig:
     """The training loop, in which samples are packed into rows of equal length."""
 
     ttt_steps: int = setting(
-        7,
+        4,
         "Speculation steps that are rolled out in training (training-time test).",
         ge=1,
         le=MAX_DRAFT_TOKENS,
