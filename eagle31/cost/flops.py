@@ -137,20 +137,15 @@ def sum_of_depths(first: int, rows: int, window: int | None) -> float:
     return growing * first + growing * (growing - 1) / 2 + full
 
 
-def step_flops(
-    config: DrafterConfig, counts: StepCounts, head_trained: bool, full_vocabulary: bool = False
-) -> StepFlops:
+def step_flops(config: DrafterConfig, counts: StepCounts, head_trained: bool) -> StepFlops:
     """Return the FLOPs of forward and backward.
 
     A trained matrix costs its product three times: forward, gradient of the input, gradient of the weight. A
     frozen head does not need the last one. The teacher has no backward; it is computed over the draft
-    vocabulary, as in a step without metrics, or over the target's. The embedding's half of the query, key and
-    value projections is computed once per token, however many steps read it, and once more for the keys of
-    step 0. Layers before the last compute every key row at step 0.
-
-    Args:
-        full_vocabulary: `Loss.needs_full_vocabulary`. The few teachers that two chunks of chains both
-            compute are not counted.
+    vocabulary, as in a step without metrics. The few teachers that two chunks of chains both compute are not
+    counted. The embedding's half of the query, key and value projections is computed once per token, however
+    many steps read it, and once more for the keys of step 0. Layers before the last compute every key row at
+    step 0.
     """
     hidden, target, rolled_out = config.hidden_size, config.target_hidden_size, counts.rolled_out
     # Without the norms before it, fc's input needs no gradient.
@@ -172,10 +167,7 @@ def step_flops(
         mlp=mlp,
         attention=attention,
         head=(6 if head_trained else 4) * rolled_out * hidden * config.draft_vocab_size,
-        teacher=2
-        * counts.teachers
-        * target
-        * (config.vocab_size if full_vocabulary else config.draft_vocab_size),
+        teacher=2 * counts.teachers * target * config.draft_vocab_size,
     )
 
 

@@ -1,8 +1,8 @@
 """Rows of logits and their gradients on a GPU, in Triton.
 
-A program has one row. It reads the row twice or three times and writes the gradient over it, so that no
-matrix of the logits' size is made. The teacher's probabilities are computed from its logits where they are
-read. Sums have the same order in every run.
+A program has one row. It reads the row twice and writes the gradient over it, so that no matrix of the
+logits' size is made. The teacher's probabilities are computed from its logits where they are read. Sums
+have the same order in every run.
 """
 
 import torch
@@ -58,19 +58,17 @@ def differentiate(
     starts: Tensor,
     longest: int,
     weights: Tensor,
-    lk_eta: float | None,
     sums: Tensor,
 ) -> None:
     """Turn the logits of all steps into the gradients of their weighted losses. Two launches.
 
     Args:
         logits: [n, Vd] of any float dtype up to float32, contiguous: the rows of step 0, then of step 1, ...
-        teacher, lse, draft_mass, greedy: those of `teacher_rows`; the last two may be None for cross entropy.
+        teacher, lse, draft_mass, greedy: those of `teacher_rows`; the last two may be None.
         teacher_index: int64 [n], the index of each row's teacher, plus `first`.
         starts: int64 [K + 1], the first row of each step, and n.
         longest: rows of the step that has most.
         weights: float64 [K], of the steps.
-        lk_eta: `LK_ETA` for lk_lambda; None for cross entropy.
         sums: float64 [5, K]; the rows' number, loss, agreement and expected acceptance are added to the first
             four. The last two of them are zero without `draft_mass` and `greedy`.
     """
@@ -79,9 +77,8 @@ def differentiate(
     found = lse.new_empty(3, num_rows)
     loss_kernel[(longest * num_steps,)](
         logits, size, teacher, teacher.stride(0), lse, draft_mass, greedy, teacher_index, first,
-        starts, weights, found, num_rows, lk_eta or 0.0,
-        LK=lk_eta is not None, WITH_MASS=draft_mass is not None, STEPS=num_steps, BLOCK=_BLOCK,
-        num_warps=_WARPS,
+        starts, weights, found, num_rows,
+        WITH_MASS=draft_mass is not None, STEPS=num_steps, BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
     sum_kernel[(num_steps,)](found, num_rows, starts, sums, STEPS=num_steps, BLOCK=_SUM_BLOCK)
 
@@ -145,25 +142,15 @@ def teacher_kernel(
         tl.store(greedy + index, best)
 
 
-@triton.jit
-def _distributions(row, teacher, columns, size, log_total, teacher_lse):
-    """Return log q, q, log p and p at some columns; p is zero after the last one."""
-    x = tl.load(row + columns, mask=columns < size, other=0.0).to(tl.float32)
-    y = tl.load(teacher + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
-    y = tl.maximum(y, _LOWEST)  # so that p log p is zero where p is
-    return x - log_total, tl.exp(x - log_total), y - teacher_lse, tl.exp(y - teacher_lse)
-
-
 @triton.jit(do_not_specialize=["first", "num_rows"])
 def loss_kernel(
     logits, size, teacher, teacher_stride, lse, draft_mass, greedy, teacher_index, first,
-    starts, weights, found, num_rows, eta,
-    LK: tl.constexpr, WITH_MASS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    starts, weights, found, num_rows,
+    WITH_MASS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reads [n, Vd] of `logits` twice and of `teacher` once; writes [n, Vd] of `logits` once.
 
-    If LK, it reads both once more: the gradient needs the acceptance rate and the mass of q below p first.
-    With factors of two bytes that makes 8 bytes per logit, and 12 if LK.
+    With factors of two bytes that makes 8 bytes per logit.
     """
     # Programs that follow each other have the same teacher in most cases, which the cache then holds.
     step = tl.program_id(0) % STEPS
@@ -175,7 +162,6 @@ def loss_kernel(
     position = tl.load(teacher_index + index) - first
     teacher += position * teacher_stride
     teacher_lse = tl.load(lse + position)
-    mass = 1.0
     log_total, best = _read_row(row, size, BLOCK)
     if WITH_MASS:
         mass = tl.load(draft_mass + position)
@@ -183,33 +169,20 @@ def loss_kernel(
     else:
         tl.store(found + num_rows + index, 0.0)
 
-    cross = tl.zeros([BLOCK], tl.float32)  # cross entropy; the divergence for LK
+    cross = tl.zeros([BLOCK], tl.float32)
     accepted = tl.zeros([BLOCK], tl.float32)
-    below = tl.zeros([BLOCK], tl.float32)  # q where it is less than p
     for begin in range(0, size, BLOCK):
         columns = begin + tl.arange(0, BLOCK)
-        log_q, q, log_p, p = _distributions(row, teacher, columns, size, log_total, teacher_lse)
-        if LK:
-            cross += p * (log_p - log_q)
-            below += tl.where(q < p * mass, q, 0.0)
-        else:
-            cross -= p * log_q
-            tl.store(row + columns, (weight * (q - p)).to(row.dtype.element_ty), mask=columns < size)
+        log_q = tl.load(row + columns, mask=columns < size, other=0.0).to(tl.float32) - log_total
+        y = tl.load(teacher + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
+        q, p = tl.exp(log_q), tl.exp(y - teacher_lse)  # p is zero after the last column
+        # The store comes first: after the sum, the kernel for float32 spills a register.
+        tl.store(row + columns, (weight * (q - p)).to(row.dtype.element_ty), mask=columns < size)
+        cross -= p * log_q
         if WITH_MASS:
             accepted += tl.minimum(q, p * mass)
-    loss, alpha = tl.sum(cross, 0), tl.sum(accepted, 0)
-    if LK:
-        trust = tl.exp(-eta * alpha)
-        loss = trust * loss + (1.0 - trust) * (1.0 - alpha)
-        total_below = tl.sum(below, 0)
-        for begin in range(0, size, BLOCK):
-            columns = begin + tl.arange(0, BLOCK)
-            _, q, _, p = _distributions(row, teacher, columns, size, log_total, teacher_lse)
-            slope = q * (total_below - tl.where(q < p * mass, 1.0, 0.0))
-            gradient = weight * (trust * (q - p) + (1.0 - trust) * slope)
-            tl.store(row + columns, gradient.to(row.dtype.element_ty), mask=columns < size)
-    tl.store(found + index, loss)
-    tl.store(found + 2 * num_rows + index, alpha)
+    tl.store(found + index, tl.sum(cross, 0))
+    tl.store(found + 2 * num_rows + index, tl.sum(accepted, 0))
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from eagle31.kernels.elementwise import widened
 from eagle31.kernels.transfer import to_device
-from eagle31.training.objectives import LK_ETA, Loss, Teacher, TeacherLogits, loss_with_gradient
 from eagle31.training.schedule import ChunkSchedule
+from eagle31.training.teacher import Teacher, TeacherLogits
 
 # Logits of a block on the CPU: few enough for its caches, and enough that waking other threads costs little
 # of each operation.
@@ -38,7 +38,6 @@ class _Loss:
 
     teacher: Callable[[slice], Teacher | TeacherLogits]
     schedule: ChunkSchedule
-    objective: Loss
     step_weights: tuple[float, ...]
     chunk_size: int  # teacher positions
 
@@ -82,7 +81,6 @@ def one_pass_loss(
     weight: Tensor,
     teacher: Callable[[slice], Teacher | TeacherLogits],
     schedule: ChunkSchedule,
-    objective: Loss,
     step_weights: Sequence[float],
     chunk_rows: int,
 ) -> tuple[Tensor, Tensor]:
@@ -101,9 +99,7 @@ def one_pass_loss(
         where the teacher has no greedy token or no draft mass.
     """
     chunk_size = max(1, chunk_rows // len(step_weights))
-    return _OnePass.apply(
-        _Loss(teacher, schedule, objective, tuple(step_weights), chunk_size), weight, *states
-    )
+    return _OnePass.apply(_Loss(teacher, schedule, tuple(step_weights), chunk_size), weight, *states)
 
 
 def _run(
@@ -170,7 +166,6 @@ def _differentiate(loss: _Loss, logits: Tensor, chunk: _Chunk, weights: Tensor, 
         starts=chunk.starts,
         longest=max(piece.stop - piece.start for piece in chunk.rows),
         weights=weights,
-        lk_eta=LK_ETA if loss.objective is Loss.lk_lambda else None,
         sums=sums,
     )
     return True
@@ -179,7 +174,6 @@ def _differentiate(loss: _Loss, logits: Tensor, chunk: _Chunk, weights: Tensor, 
 def _differentiate_in_blocks(
     loss: _Loss, logits: Tensor, teacher: Teacher, chunk: _Chunk, sums: Tensor
 ) -> None:
-    entropy = teacher.entropy() if loss.objective.needs_full_vocabulary else None
     block_rows = max(1, BLOCK_LOGITS // logits.shape[1])
     scratch = logits.new_empty(min(block_rows, len(logits)), logits.shape[1], dtype=teacher.probs.dtype)
     of_steps = logits.split([piece.stop - piece.start for piece in chunk.rows])
@@ -191,34 +185,43 @@ def _differentiate_in_blocks(
         for start in range(0, len(of_step), block_rows):
             stop = min(start + block_rows, len(of_step))
             positions = slice(start, stop) if index is None else index[start:stop]
-            _block(
-                loss.objective,
-                of_step[start:stop],
-                teacher.select(positions),
-                None if entropy is None else entropy[positions],
-                scratch[: stop - start],
-                sums[:, step],
-            )
+            _block(of_step[start:stop], teacher.select(positions), scratch[: stop - start], sums[:, step])
 
 
-def _block(
-    objective: Loss,
-    logits: Tensor,
-    teacher: Teacher,
-    entropy: Tensor | None,
-    scratch: Tensor,
-    sums: Tensor,
-) -> None:
+def _block(logits: Tensor, teacher: Teacher, scratch: Tensor, sums: Tensor) -> None:
     """Turn logits [n, Vd] into their gradients, and add to the step's sums [5]."""
     wide = logits.to(teacher.probs.dtype)
     hits = None if teacher.greedy is None else logits.argmax(-1) == teacher.greedy
-    loss, alpha = loss_with_gradient(objective, wide, teacher, entropy, scratch)
+    loss, alpha = loss_with_gradient(wide, teacher, scratch)
     columns = [torch.ones_like(loss), loss, hits, alpha]
     if wide is not logits:
         logits.copy_(wide)
     for i, column in enumerate(columns):
         if column is not None:
             sums[i] += column.sum()
+
+
+def loss_with_gradient(logits: Tensor, teacher: Teacher, scratch: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Compute `plain_loss` of `eagle31.training.reference` and its gradient with few passes over [N, Vd].
+
+    Args:
+        logits: float32 or wider [N, Vd]; becomes d loss / d logits.
+        scratch: [N, Vd] like `logits`; overwritten.
+
+    Returns:
+        The loss [N], and `plain_alpha` [N] where the teacher has its `draft_mass`.
+    """
+    cross = torch.linalg.vecdot(teacher.probs, logits)
+    top = logits.amax(-1)
+    q = torch.softmax(logits, dim=-1, out=scratch)
+    # The largest probability is exp(0) / sum, from which the log-sum-exp follows.
+    cross = top - q.amax(-1).log_() - cross
+    alpha = None
+    if teacher.draft_mass is not None:
+        target = torch.mul(teacher.probs, teacher.draft_mass.unsqueeze(-1), out=logits)
+        alpha = torch.minimum(q, target, out=target).sum(-1)
+    torch.sub(q, teacher.probs, out=logits)
+    return cross, alpha
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

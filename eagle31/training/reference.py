@@ -15,8 +15,8 @@ from eagle31.model.attention import Attend, attend_by_run
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch, supervised_drafts, supervised_positions
-from eagle31.training.objectives import Loss, plain_alpha, plain_loss
-from eagle31.training.step import DepthSums, full_teacher
+from eagle31.training.step import DepthSums
+from eagle31.training.teacher import Teacher, full_teacher
 
 
 def reference_rollout(
@@ -61,6 +61,27 @@ def _plain_attention(drafter: Drafter, batch: PackedBatch, rows: Tensor) -> tupl
     return partial(attend, runs=every_row), partial(attend, runs=query_runs(rows, starts))
 
 
+def plain_loss(logits: Tensor, teacher: Teacher) -> Tensor:
+    """Return the loss of each row by its definition. [N, Vd] -> [N].
+
+    It is the cross entropy -sum p log q: the KL divergence up to p's entropy, where p is the target's
+    distribution, renormalised over the draft vocabulary, and q the drafter's.
+    """
+    return -(teacher.probs * logits.log_softmax(dim=-1)).sum(-1)
+
+
+def plain_alpha(logits: Tensor, teacher: Teacher) -> Tensor:
+    """Return the acceptance rate of each row by its definition, sum min(p, q). [N, Vd] -> [N].
+
+    Here p is the target's distribution itself: its mass outside the draft vocabulary cannot be accepted.
+
+    Source: speculative sampling (arXiv 2211.17192).
+    """
+    assert teacher.draft_mass is not None
+    target = teacher.probs * teacher.draft_mass.unsqueeze(-1)
+    return torch.minimum(target, logits.softmax(dim=-1)).sum(-1)
+
+
 def reference_loss(
     drafter: Drafter,
     frozen: FrozenParts,
@@ -68,7 +89,6 @@ def reference_loss(
     *,
     num_steps: int,
     step_decay: float,
-    objective: Loss = Loss.kl,
 ) -> tuple[Tensor, DepthSums]:
     """Return the same results as `eagle31.training.step.rollout_loss`."""
     supervised = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
@@ -82,11 +102,10 @@ def reference_loss(
         with torch.no_grad():
             target_logits = frozen.target_head(batch.final_hidden_states[rows[index] + 1 + step])
             teacher = full_teacher(target_logits, frozen.draft_target_ids)
-        assert teacher.draft_mass is not None
         assert teacher.greedy is not None
         logits = lm_head(normed[index]).to(teacher.probs.dtype)
         alpha = plain_alpha(logits, teacher)
-        loss = plain_loss(objective, logits, teacher).sum()
+        loss = plain_loss(logits, teacher).sum()
         weighted = step_decay**step * loss
         total = total + weighted
         with torch.no_grad():

@@ -1,6 +1,5 @@
 """The training step: the loss of the rollout's drafts against the target's distribution."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -11,12 +10,12 @@ from eagle31.kernels.elementwise import widened
 from eagle31.model.attention import LayerKeys
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.training.batch import PackedBatch, captured_rows, sampled, supervised_drafts
+from eagle31.training.batch import PackedBatch, sampled, supervised_drafts
 from eagle31.training.chunks import in_chunks
 from eagle31.training.fused_loss import one_pass_loss
-from eagle31.training.objectives import Loss, Teacher, TeacherLogits
 from eagle31.training.rollout import chunk_rollout, prefill
 from eagle31.training.schedule import ChunkSchedule, RolloutSchedule, schedule_rollout
+from eagle31.training.teacher import teacher_of
 
 # Logits held at once, the teacher's and the drafter's together. On the CPU they are few enough that the
 # allocator reuses their pages.
@@ -77,7 +76,6 @@ def rollout_loss(
     *,
     num_steps: int,
     step_decay: float,
-    objective: Loss = Loss.kl,
     with_metrics: bool = True,
     schedule: RolloutSchedule | None = None,
     logit_rows: int | None = None,
@@ -104,8 +102,7 @@ def rollout_loss(
     """
     schedule = schedule or schedule_batch(batch, num_steps, key_reach=drafter.config.key_reach)
     lm_head = frozen.lm_head or drafter.lm_head
-    full_vocabulary = with_metrics or objective.needs_full_vocabulary
-    logit_rows = logit_rows or _logit_rows(frozen, lm_head.weight.shape[0], num_steps, full_vocabulary)
+    logit_rows = logit_rows or _logit_rows(frozen, lm_head.weight.shape[0], num_steps, with_metrics)
     weights = [step_decay**step for step in range(num_steps)]
 
     def loss_of(chunk: ChunkSchedule, state: Tensor, keys: list[LayerKeys]) -> tuple[Tensor, Tensor]:
@@ -115,8 +112,8 @@ def rollout_loss(
         ):
             states.append(normed)
             norms.append(fed_back.detach().norm(dim=-1, dtype=widened(fed_back.dtype)).sum())
-        teacher = teacher_of(frozen, batch, chunk, full_vocabulary)
-        total, sums = one_pass_loss(states, lm_head.weight, teacher, chunk, objective, weights, logit_rows)
+        teacher = teacher_of(frozen, batch, chunk, with_metrics)
+        total, sums = one_pass_loss(states, lm_head.weight, teacher, chunk, weights, logit_rows)
         return total, torch.cat((sums, torch.stack(norms).to(sums).unsqueeze(0)))
 
     if schedule.chunk_rows is not None:
@@ -129,63 +126,18 @@ def rollout_loss(
     return total * schedule.weight, DepthSums(num_rows, loss, agreement, expected, norm, weighted)
 
 
-def _logit_rows(frozen: FrozenParts, draft_vocab_size: int, num_steps: int, full_vocabulary: bool) -> int:
+def _logit_rows(frozen: FrozenParts, draft_vocab_size: int, num_steps: int, with_metrics: bool) -> int:
     device, vocab_size = frozen.embed_tokens.device.type, len(frozen.embed_tokens)
-    return num_steps * chunk_positions(device, vocab_size, draft_vocab_size, num_steps, full_vocabulary)
+    return num_steps * chunk_positions(device, vocab_size, draft_vocab_size, num_steps, with_metrics)
 
 
 def chunk_positions(
-    device: str, vocab_size: int, draft_vocab_size: int, num_steps: int, full_vocabulary: bool
+    device: str, vocab_size: int, draft_vocab_size: int, num_steps: int, with_metrics: bool
 ) -> int:
     """Return the number of teacher positions in a chunk of the loss.
 
     Each position holds the teacher's logits once and the drafter's `num_steps` times.
     """
-    teacher = 2 * vocab_size if full_vocabulary else draft_vocab_size
+    teacher = 2 * vocab_size if with_metrics else draft_vocab_size
     fewest = MIN_ROWS // num_steps if device == "cuda" else MIN_POSITIONS
     return max(fewest, CHUNK_LOGITS[device] // (teacher + num_steps * draft_vocab_size))
-
-
-def teacher_of(
-    frozen: FrozenParts, batch: PackedBatch, chunk: ChunkSchedule, full_vocabulary: bool
-) -> Callable[[slice], Teacher | TeacherLogits]:
-    """Return a function from some of the chunk's teacher rows to the target's distributions there.
-
-    With `full_vocabulary` they have their mass on the draft vocabulary and the target's greedy tokens too.
-    """
-
-    @torch.no_grad()
-    def teacher(part: slice) -> Teacher | TeacherLogits:
-        rows, host_rows = chunk.teacher_rows[part], chunk.teacher_rows_host[part]
-        hidden = captured_rows(batch.final_hidden_states, rows, host_rows, frozen.embed_tokens.dtype)
-        logits = frozen.target_head(hidden) if full_vocabulary else frozen.draft_logits(hidden)
-        ids = frozen.draft_target_ids if full_vocabulary else None
-        if logits.device.type == "cuda":
-            from eagle31.kernels.loss import teacher_rows
-
-            return TeacherLogits(*teacher_rows(logits, ids, full_vocabulary))
-        return full_teacher(logits, ids) if full_vocabulary else Teacher(_softmax(logits), None, None)
-
-    return teacher
-
-
-def full_teacher(logits: Tensor, draft_target_ids: Tensor | None) -> Teacher:
-    """Make a teacher of the target's logits.
-
-    Args:
-        logits: [N, V].
-        draft_target_ids: int64 [Vd]; None for the full vocabulary.
-    """
-    greedy = logits.argmax(dim=-1)
-    if draft_target_ids is None:
-        return Teacher(_softmax(logits), logits.new_ones(len(logits), dtype=widened(logits.dtype)), greedy)
-    kept = logits[:, draft_target_ids]
-    wide = widened(logits.dtype)
-    draft_mass = (kept.to(wide).logsumexp(-1) - logits.to(wide).logsumexp(-1)).exp()
-    draft_ids = torch.full((logits.shape[1],), -1, device=logits.device)
-    draft_ids[draft_target_ids] = torch.arange(len(draft_target_ids), device=logits.device)
-    return Teacher(_softmax(kept), draft_mass, draft_ids[greedy])
-
-
-def _softmax(logits: Tensor) -> Tensor:
-    return logits.softmax(dim=-1, dtype=widened(logits.dtype))

@@ -57,7 +57,7 @@ _PLACES = {
     ("eagle31/training/rollout.py", "attend"): MERGE,
     ("eagle31/training/rollout.py", "prefill"): FUSION,
     ("eagle31/model/drafter.py", "fuse"): FUSION,
-    ("eagle31/training/step.py", "teacher"): TEACHER,
+    ("eagle31/training/teacher.py", ""): TEACHER,
     ("eagle31/training/fused_loss.py", ""): HEAD,
 }
 

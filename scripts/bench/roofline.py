@@ -65,7 +65,6 @@ class RowStep:
             config,
             count_step(row, train.ttt_steps, config, train.max_drafts_per_row),
             settings.train_lm_head,
-            train.loss.needs_full_vocabulary,
         ).total
         self.schedule = schedule_batch(
             row, train.ttt_steps, device, config.key_reach, train.rollout_chunk, train.max_drafts_per_row
@@ -80,7 +79,6 @@ class RowStep:
             self.batch,
             num_steps=self.train.ttt_steps,
             step_decay=self.train.step_decay,
-            objective=self.train.loss,
             with_metrics=False,
             schedule=self.schedule,
         )

@@ -21,7 +21,6 @@ from eagle31.export.read import LoadedExport, load_export
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch, supervised_drafts
-from eagle31.training.objectives import Loss
 from eagle31.training.step import rollout_loss
 from tests.eagle31.export.exports import LATENT_YARN, drafted
 from tests.eagle31.tiny import EAGLE3, MLA, VOCAB, random_batch, tiny_config, tiny_drafter
@@ -51,13 +50,8 @@ def torchspec_drafter(drafter: Drafter, frozen: FrozenParts) -> Any:
     return found
 
 
-def torchspec_losses(
-    drafter: Any, frozen: FrozenParts, batch: PackedBatch, mask: Tensor, loss: Loss
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the losses and alphas of the steps, means over the rows in `mask`, as its trainer has them.
-
-    The last tensor is the mass that the target gives to the draft vocabulary at each row.
-    """
+def torchspec_losses(drafter: Any, frozen: FrozenParts, batch: PackedBatch, mask: Tensor) -> Tensor:
+    """Return the losses of the steps, means over the rows in `mask`, as its trainer has them."""
     from torchspec import Eagle3Model
     from torchspec.models.eagle3 import compute_lazy_target_padded, compute_target_p_padded
     from torchspec.utils.tensor import padding
@@ -66,61 +60,53 @@ def torchspec_losses(
     assert isinstance(head, nn.Linear)
     # The token and the teacher of a row are those of the next.
     final = padding(batch.final_hidden_states[None], left=False)
-    mass = torch.ones(len(mask) + NUM_STEPS)
     if hasattr(drafter, "t2d"):
         everywhere = torch.ones(1, len(mask))
         target = compute_target_p_padded(final, head.weight, drafter.t2d, everywhere, NUM_STEPS)
-        mass = target.coverage_padded[0]
         target = replace(target, position_mask=None)  # which leaves out tokens outside the draft vocabulary
     else:
         target = compute_lazy_target_padded(final, head.weight, NUM_STEPS)
-    kind = {Loss.kl: "forward_kl", Loss.lk_lambda: "lk_lambda"}[loss]
-    model = Eagle3Model(drafter, length=NUM_STEPS, attention_backend="sdpa", loss_type=kind)
+    model = Eagle3Model(drafter, length=NUM_STEPS, attention_backend="sdpa", loss_type="forward_kl")
     with torch.compiler.set_stance("force_eager"):
-        losses, _, _, _, alphas = model(
+        losses, *_ = model(
             padding(batch.input_ids[None], left=False),
             torch.ones(1, len(mask), dtype=torch.long),
             target,
             mask[None],
             batch.aux_hidden_states.flatten(1)[None],
         )
-    return torch.stack(losses), torch.stack(alphas), mass
+    return torch.stack(losses)
 
 
-def losses_of_both(loss: Loss, changes: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def losses_of_both(changes: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the sum of each step's losses over the supervised rows, ours and TorchSpec's."""
     drafter, frozen = tiny_drafter(tiny_config(**changes), torch.float32)
     batch = random_batch((NUM_TOKENS,), drafter.config, dtype=torch.float32)
     theirs = torchspec_drafter(drafter, frozen)
-    # Its mask moves with the steps: index j is row j - k at step k. With one row in it, means are sums, and
-    # the weight of lk_lambda, which it takes of the mean alpha of all rows, is that of the row.
+    # Its mask moves with the steps: index j is row j - k at step k. With one row in it, means are sums.
     found = torch.zeros(NUM_TOKENS, NUM_STEPS)
     with torch.no_grad():
         for j in range(NUM_TOKENS):
             mask = (torch.arange(NUM_TOKENS) == j).float()
-            losses, alphas, mass = torchspec_losses(theirs, frozen, batch, mask, loss)
-            if loss is Loss.lk_lambda:
-                # Its total variation leaves out the tokens outside the draft vocabulary: a constant.
-                losses = losses + (1 - torch.exp(-3.0 * alphas)) * (1 - mass[j]) / 2
+            losses = torchspec_losses(theirs, frozen, batch, mask)
             for step in range(min(j + 1, NUM_STEPS)):
                 found[j - step, step] = losses[step]
     supervised = supervised_drafts(batch.loss_mask, batch.document_ids, NUM_STEPS)
     assert supervised.sum(0).min() > 0
-    options: dict[str, Any] = {"num_steps": NUM_STEPS, "step_decay": STEP_DECAY, "objective": loss}
-    return rollout_loss(drafter, frozen, batch, **options)[1].loss.float(), (found * supervised).sum(0)
+    _, sums = rollout_loss(drafter, frozen, batch, num_steps=NUM_STEPS, step_decay=STEP_DECAY)
+    return sums.loss.float(), (found * supervised).sum(0)
 
 
 @pytest.mark.parametrize(
-    ("loss", "changes"),
+    "changes",
     [
-        (Loss.kl, {"rope_parameters": LLAMA3}),
-        (Loss.kl, {"draft_vocab_size": VOCAB, **EAGLE3}),
-        (Loss.kl, {"rope_parameters": LATENT_YARN | {"beta_fast": 32.0, "beta_slow": 1.0}, **MLA}),
-        (Loss.lk_lambda, {"draft_vocab_size": VOCAB}),
+        {"rope_parameters": LLAMA3},
+        {"draft_vocab_size": VOCAB, **EAGLE3},
+        {"rope_parameters": LATENT_YARN | {"beta_fast": 32.0, "beta_slow": 1.0}, **MLA},
     ],
 )
-def test_losses_are_torchspecs(loss: Loss, changes: dict[str, Any]) -> None:
-    ours, theirs = losses_of_both(loss, changes)
+def test_losses_are_torchspecs(changes: dict[str, Any]) -> None:
+    ours, theirs = losses_of_both(changes)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -131,7 +117,7 @@ def test_gradients_are_torchspecs() -> None:
 
     # All rows whose prediction is within the document; its losses are means.
     mask = (torch.arange(NUM_TOKENS) < NUM_TOKENS - 2).float()
-    losses, _, _ = torchspec_losses(theirs, frozen, batch, mask, Loss.kl)
+    losses = torchspec_losses(theirs, frozen, batch, mask)
     sum(STEP_DECAY**k * (NUM_TOKENS - 2 - k) * losses[k] for k in range(NUM_STEPS)).backward()
     whole = PackedBatch(**{**vars(batch), "loss_mask": torch.ones_like(batch.loss_mask)})
     rollout_loss(drafter, frozen, whole, num_steps=NUM_STEPS, step_decay=STEP_DECAY)[0].backward()

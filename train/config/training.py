@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from eagle31.choice import Choice
 from eagle31.errors import UserError
-from eagle31.training.objectives import Loss
 from train.config.evaluate import MAX_DRAFT_TOKENS
 from train.config.setting import setting
 
@@ -78,10 +77,6 @@ class TrainConfig:
         le=MAX_DRAFT_TOKENS,
     )
     step_decay: float = setting(0.8, "Factor of the loss from one speculation step to the next.", gt=0, le=1)
-    loss: Loss = setting(
-        Loss.kl,
-        "Loss of a draft against the target's distribution.",
-    )
     rollout_chunk: int | None = setting(
         None,
         "Supervised positions of a row that are rolled out at a time, for long rows: their activations are "

@@ -192,8 +192,7 @@ def _row_flops(sizes: RunSizes) -> StepFlops:
         drafter,
         config.train.max_drafts_per_row,
     )
-    full = config.train.loss.needs_full_vocabulary
-    return step_flops(drafter, counts, config.drafter.train_lm_head, full)
+    return step_flops(drafter, counts, config.drafter.train_lm_head)
 
 
 def _store_bytes(sizes: RunSizes, num_tokens: int | None) -> int | None:

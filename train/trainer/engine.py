@@ -27,7 +27,6 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.drift import Drift, DriftRows, measure_drift
-from eagle31.training.objectives import Loss
 from eagle31.training.schedule import RolloutSchedule
 from eagle31.training.step import DepthSums, rollout_loss
 from eagle31.training.teacher_forced import greedy_hits
@@ -51,7 +50,6 @@ class TrainedModule(nn.Module):
         frozen: FrozenParts,
         num_steps: int,
         step_decay: float,
-        objective: Loss = Loss.kl,
         row_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
@@ -59,7 +57,6 @@ class TrainedModule(nn.Module):
         self.frozen = frozen
         self.num_steps = num_steps
         self.step_decay = step_decay
-        self.objective = objective
         self.row_group = row_group  # the ranks that share rows
         self._without_hooks = DrafterWithoutHooks(drafter)
         self.gathers_all = False  # whether the model engine partitions the weights, at ZeRO 3
@@ -74,7 +71,6 @@ class TrainedModule(nn.Module):
             batch,
             num_steps=self.num_steps if schedule is None else len(schedule.chunks[0].steps),
             step_decay=self.step_decay,
-            objective=self.objective,
             with_metrics=with_metrics,
             schedule=schedule,
             row_group=self.row_group,

@@ -250,5 +250,5 @@ def optimizer_step(
         loss, sums = model_engine(row.batch, row.schedule, with_metrics)
         model_engine.backward(loss * scale.to(loss.dtype) * spoiled_unless_finite(loss))
         model_engine.step()
-        window.add(sums, with_metrics or model_engine.module.objective.needs_full_vocabulary)
+        window.add(sums, with_metrics)
     return on_host, optimizer.grad_norm

@@ -19,7 +19,7 @@ TYPES = {
     **dict.fromkeys(("rows", "places", "sources", "index", "teacher_index", "starts"), INDEX),
     **dict.fromkeys(("size", "stride", "teacher_stride", "num_kept"), "i32:16"),  # multiples of 16
     **dict.fromkeys(("weights", "sums"), "*fp64"),
-    **dict.fromkeys(("scale", "eta"), "fp32"),
+    "scale": "fp32",
 }
 
 
@@ -66,8 +66,8 @@ def loss_rows() -> Iterator[Row]:
     of_mass[False] = dict.fromkeys(of_mass[True], None)  # type: ignore[arg-type]
     for dtype in (BF16, FP32):
         logits = dict.fromkeys(("logits", "teacher", "kept"), dtype)
-        for lk, with_mass in ((False, False), (False, True), (True, True)):
-            constants = {"LK": lk, "WITH_MASS": with_mass, "STEPS": 7, "BLOCK": 4096}
+        for with_mass in (False, True):
+            constants = {"WITH_MASS": with_mass, "STEPS": 7, "BLOCK": 4096}
             yield Row("loss", "loss_kernel", logits | of_mass[with_mass] | constants, 8)
         for pruned, with_mass in ((False, False), (False, True), (True, True)):
             ids = {"ids": INDEX if pruned else None}

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import tests.eagle31.kernels.interpreted  # noqa: F401  # before the kernels
 from eagle31.kernels import loss as kernels
-from eagle31.training.objectives import LK_ETA, Loss, Teacher, plain_alpha, plain_loss
-from eagle31.training.step import full_teacher
+from eagle31.training.reference import plain_alpha, plain_loss
+from eagle31.training.teacher import Teacher, full_teacher
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Relative to the largest entry of a row's gradient, which has the dtype of the logits.
@@ -50,22 +50,21 @@ def drawn(
     return Case(logits, target_logits, ids, steps, index)
 
 
-def expected(objective: Loss, case: Case, teacher: Teacher) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def expected(case: Case, teacher: Teacher) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return each row's loss, greedy hit and alpha, and the gradient of the weighted sum, in float64."""
     logits = case.logits.double().requires_grad_()
     of_rows = teacher.select(case.index)
-    loss = plain_loss(objective, logits, of_rows)
+    loss = plain_loss(logits, of_rows)
     (gradient,) = torch.autograd.grad((loss * case.weights).sum(), logits)
     hits = logits.argmax(-1) == of_rows.greedy
     return loss.detach(), hits, plain_alpha(logits, of_rows).detach(), gradient
 
 
 def launched(
-    objective: Loss, case: Case, teacher: tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+    case: Case, teacher: tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient and the sums, which start from one."""
     gradient, sums = case.logits.clone(), torch.ones(5, len(case.steps), dtype=torch.float64)
-    eta = LK_ETA if objective is Loss.lk_lambda else None
     kernels.differentiate(
         gradient,
         *teacher,
@@ -74,15 +73,14 @@ def launched(
         case.starts,
         max(case.steps),
         WEIGHTS[: len(case.steps)],
-        eta,
         sums,
     )
     return gradient, sums
 
 
-def compare(objective: Loss, case: Case, teacher: Teacher, given: tuple, with_mass: bool = True) -> None:
-    loss, hits, alpha, gradient = expected(objective, case, teacher)
-    found, sums = launched(objective, case, given)
+def compare(case: Case, teacher: Teacher, given: tuple, with_mass: bool = True) -> None:
+    loss, hits, alpha, gradient = expected(case, teacher)
+    found, sums = launched(case, given)
     bound = BOUNDS[case.logits.dtype]
     distance = (found.double() - gradient).abs().amax(-1)
     assert (distance <= bound * gradient.abs().amax(-1) + bound**2).all(), distance
@@ -97,31 +95,29 @@ def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_SUM_BLOCK", 2)
 
 
-@pytest.mark.parametrize("objective", list(Loss))
 @pytest.mark.parametrize(
     ("dtype", "size", "steps"),
     [(FP32, 37, (3, 0, 2)), (BF16, 48, (2, 2)), (FP16, 16, (1,)), (FP32, 1, (1, 1))],
     ids=str,
 )
 def test_losses_and_gradients_are_the_plain_ones(
-    objective: Loss, dtype: torch.dtype, size: int, steps: tuple[int, ...]
+    dtype: torch.dtype, size: int, steps: tuple[int, ...]
 ) -> None:
     case = drawn(dtype, size, steps=steps)
     teacher = full_teacher(case.target_logits.double(), case.ids)
-    compare(objective, case, teacher, kernels.teacher_rows(case.target_logits, case.ids, True))
+    compare(case, teacher, kernels.teacher_rows(case.target_logits, case.ids, True))
 
 
-def test_cross_entropy_needs_no_metrics() -> None:
+def test_the_loss_needs_no_metrics() -> None:
     case = drawn(FP32, 37)
     teacher = full_teacher(case.target_logits.double(), case.ids)
     given = kernels.teacher_rows(case.target_logits[:, case.ids], None, False)
     assert given[2] is given[3] is None
-    compare(Loss.kl, case, teacher, given, with_mass=False)
+    compare(case, teacher, given, with_mass=False)
 
 
-@pytest.mark.parametrize("objective", list(Loss))
 @pytest.mark.parametrize("mass", [0.0, 1.0])
-def test_extreme_draft_masses_and_a_greedy_token_outside(objective: Loss, mass: float) -> None:
+def test_extreme_draft_masses_and_a_greedy_token_outside(mass: float) -> None:
     case = drawn(FP32, 19)
     teacher = full_teacher(case.target_logits.double(), case.ids)
     kept, lse, of_kernel, greedy = kernels.teacher_rows(case.target_logits, case.ids, True)
@@ -129,16 +125,15 @@ def test_extreme_draft_masses_and_a_greedy_token_outside(objective: Loss, mass: 
     assert greedy is not None
     outside = Teacher(teacher.probs, torch.full((3,), mass, dtype=torch.float64), torch.full((3,), -1))
     given = kept, lse, torch.full_like(of_kernel, mass), torch.full_like(greedy, -1)
-    compare(objective, case, outside, given)
+    compare(case, outside, given)
 
 
-@pytest.mark.parametrize("objective", list(Loss))
-def test_large_logits(objective: Loss) -> None:
+def test_large_logits() -> None:
     """Float32 itself has the log-sum-exp of logits near 500 to 3e-5 alone, which bfloat16's bound leaves."""
     case = drawn(BF16, 37, scale=200.0)
     case.target_logits[0, case.ids[3]] = float("-inf")
     teacher = full_teacher(case.target_logits.double(), case.ids)
-    compare(objective, case, teacher, kernels.teacher_rows(case.target_logits, case.ids, True))
+    compare(case, teacher, kernels.teacher_rows(case.target_logits, case.ids, True))
 
 
 @pytest.mark.parametrize("pruned", [True, False])

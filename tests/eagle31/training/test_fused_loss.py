@@ -1,4 +1,4 @@
-"""The loss as a GPU computes it, with interpreted kernels, compared with the CPU's."""
+"""The CPU's loss compared with its definition, and the GPU's, with interpreted kernels, with the CPU's."""
 
 from collections.abc import Callable
 
@@ -9,16 +9,47 @@ from torch import Tensor
 import tests.eagle31.kernels.interpreted  # noqa: F401  # before the kernels
 from eagle31.kernels.loss import teacher_rows
 from eagle31.training.batch import supervised_drafts
-from eagle31.training.fused_loss import _add_product, _add_wide_product, one_pass_loss
-from eagle31.training.objectives import Loss, Teacher, TeacherLogits
+from eagle31.training.fused_loss import _add_product, _add_wide_product, loss_with_gradient, one_pass_loss
+from eagle31.training.reference import plain_loss
 from eagle31.training.schedule import schedule_rollout
-from eagle31.training.step import full_teacher
+from eagle31.training.teacher import Teacher, TeacherLogits, full_teacher
 
 NUM_STEPS, VOCAB, DRAFT_VOCAB, HIDDEN = 3, 43, 21, 8
 
 
-@pytest.mark.parametrize("objective", list(Loss))
-def test_the_kernels_loss_is_the_plain_operations(objective: Loss) -> None:
+def drawn(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return draft logits, the target's logits, and the draft ids."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(7, DRAFT_VOCAB, generator=generator, dtype=dtype) * 3
+    target_logits = torch.randn(7, VOCAB, generator=generator, dtype=dtype) * 3
+    return logits, target_logits, torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_closed_form_gradient_is_autograds(seed: int) -> None:
+    logits, target_logits, ids = drawn(seed, torch.float64)
+    teacher = full_teacher(target_logits, ids)
+    expected = plain_loss(logits.requires_grad_(), teacher)
+    (expected_gradient,) = torch.autograd.grad(expected.sum(), logits)
+    logits, gradient = logits.detach(), logits.detach().clone()
+    value, alpha = loss_with_gradient(gradient, teacher, torch.empty_like(gradient))
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-11, atol=1e-13)
+    padded = logits.new_zeros(target_logits.shape).index_copy(1, ids, logits.softmax(-1))
+    overlap = torch.minimum(padded, target_logits.softmax(-1)).sum(-1)
+    torch.testing.assert_close(alpha, overlap, rtol=1e-12, atol=0)
+    assert expected_gradient.abs().max() > 1e-3
+
+
+def test_the_loss_is_finite_where_the_drafter_gives_almost_no_mass() -> None:
+    logits, target_logits, ids = drawn(0, torch.float32)
+    gradient = logits * 100
+    value, _ = loss_with_gradient(gradient, full_teacher(target_logits, ids), torch.empty_like(gradient))
+    assert value.isfinite().all()
+    assert gradient.isfinite().all()
+
+
+def test_the_kernels_loss_is_the_plain_operations() -> None:
     """Two chunks, of which the second has fewer positions, and not one for each step's rows."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.tensor([False, True, True, True, True, True, False, True, True, True, False])
@@ -31,7 +62,7 @@ def test_the_kernels_loss_is_the_plain_operations(objective: Loss) -> None:
 
     def results(teacher: Callable[[slice], Teacher | TeacherLogits]) -> list[Tensor]:
         leaves = [x.clone().requires_grad_() for x in (weight, *states)]
-        total, sums = one_pass_loss(leaves[1:], leaves[0], teacher, chunk, objective, (1.0, 0.8, 0.64), 12)
+        total, sums = one_pass_loss(leaves[1:], leaves[0], teacher, chunk, (1.0, 0.8, 0.64), 12)
         return [total.detach(), sums, *torch.autograd.grad(total, leaves)]
 
     assert len(chunk.teacher_rows) == 6

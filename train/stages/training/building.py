@@ -74,7 +74,6 @@ def new_engine(
         frozen,
         config.train.ttt_steps,
         config.train.step_decay,
-        config.train.loss,
         groups and groups.on_device,
     )
     return initialize_model_engine(
@@ -158,11 +157,10 @@ def sample_costs(
 def row_flops(config: RunConfig, drafter: DrafterConfig) -> Callable[[PackedBatch], int]:
     """Return a function from a packed row to the FLOPs of its forward and backward."""
     train, head_trained = config.train, config.drafter.train_lm_head
-    full = train.loss.needs_full_vocabulary
 
     def flops_of(batch: PackedBatch) -> int:
         counts = count_step(batch, train.ttt_steps, drafter, train.max_drafts_per_row)
-        return step_flops(drafter, counts, head_trained, full).total
+        return step_flops(drafter, counts, head_trained).total
 
     return flops_of
 
