@@ -69,6 +69,12 @@ def test_free_mappings_take_any_key_and_named_members_any_name() -> None:
     assert config.data.sources["mine"].max_conversations == 3
 
 
+@pytest.mark.parametrize("recipe", ["kimi_k2_6", "qwen3_0_6b", "quickstart"])
+def test_a_budget_replaces_what_the_recipe_sets(recipe: str) -> None:
+    config = compose_config([f"recipe={recipe}", "budget=reproduce"])
+    assert (config.capture.max_samples, config.train.num_epochs) == (1_300_000, 5)
+
+
 @pytest.mark.parametrize("text", ["train:\n  max_step: 3\n", "a: [1\n"])
 def test_a_mistake_in_a_recipes_file_is_named(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
