@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from data.embedded.corpus import ChatExample, Corpus, Message, is_held_out
 from data.embedded.target import EmbeddedTarget, TargetSettings, ensure_built
 from data.embedded.training import TrainingSettings
+from eagle31.json_files import read_jsonl
 
 FORMAT_VERSION = 3  # raise it for changes that do not change the settings
 
@@ -54,8 +55,7 @@ def ensure_chat_target(
 def read_chats(path: Path) -> Corpus:
     """Read JSON lines with `question` and `answer`, without repeated questions, split by the question."""
     answers: dict[str, str] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in read_jsonl(path):
         answers.setdefault(row["question"], row["answer"])
     corpus = Corpus([], [])
     for number, (question, answer) in enumerate(answers.items()):

@@ -39,7 +39,7 @@ from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import World
 from train.drafter.published import open_published
-from train.evaluation.intervals import Floats
+from train.evaluation.intervals import Floats, Resamples, interval
 from train.evaluation.replay import packed, replay_greedily
 from train.pipeline import STAGES
 from train.stages.training.building import new_drafter
@@ -48,7 +48,7 @@ from train.trainer.parts import STATE, load_weights, read_checked
 
 POINTS = 10  # checkpoints that a training keeps
 TIMED_STEPS = 40  # of a run that is timed
-_SHARED = (Stage.data, Stage.vocab, Stage.answers, Stage.capture)
+SHARED = (Stage.data, Stage.vocab, Stage.answers, Stage.capture)
 _CPU = torch.device("cpu")
 Json = dict[str, Any]
 
@@ -115,7 +115,7 @@ class Data:
     def context(self, *overrides: str) -> RunContext:
         """Return a run of eagle31 on this data, with the places of its results."""
         context = RunContext(composed([*self.overrides, *overrides]), World(0, 0, 1))
-        for stage in (*_SHARED, Stage.train):
+        for stage in (*SHARED, Stage.train):
             inputs = STAGES[stage].inputs(context)
             artifact = Artifact.locate(self.directory / "artifacts", stage.value, inputs)
             context.artifacts[stage] = artifact
@@ -127,12 +127,13 @@ class Data:
         run_logged(command, self.directory / "log.txt")
 
 
-def prepare_data(conversations: Path | None, extra: Sequence[str]) -> Data:
+def prepare_data(conversations: Path | None, extra: Sequence[str], stages: Sequence[Stage] = SHARED) -> Data:
     """Train the target if needed, and run eagle31's stages up to the captured hidden states.
 
     Args:
         conversations: for the target and the drafters; None for the embedded target.
         extra: overrides of the recipe for all sides of eagle31.
+        stages: to run, if not all of them.
     """
     directory = Path("outputs/bench").resolve() / (conversations.stem if conversations else "embedded")
     overrides = ["recipe=quickstart", f"output_dir={directory}", "capture.max_samples=6000"]
@@ -149,7 +150,7 @@ def prepare_data(conversations: Path | None, extra: Sequence[str]) -> Data:
             "data.regenerate.batch_size=64",
         ]
     data = Data(directory, (*overrides, *extra))
-    data.run(stages=_SHARED)
+    data.run(stages=stages)
     return data
 
 
@@ -174,7 +175,7 @@ def prepare_long_data(directory: Path, tokens: int, extra: Sequence[str]) -> Dat
         "drafter.draft_vocab_size=null",
     ]
     data = Data(directory / str(tokens), (*overrides, *extra))
-    data.run(stages=_SHARED)
+    data.run(stages=SHARED)
     return data
 
 
@@ -207,7 +208,7 @@ def trained(data: Data, side: Side, steps: int, seed: int = 0) -> tuple[RunConte
     if side.is_peer:
         return context, _train_peer(data.directory / f"{side.name}-{steps}", context, side.name, steps, every)
     if not artifact.finished:
-        data.run(*eagle31_overrides(side, steps, seed, every), stages=(*_SHARED, Stage.train))
+        data.run(*eagle31_overrides(side, steps, seed, every), stages=(*SHARED, Stage.train))
     kept = []
     for path in sorted((artifact.directory / "checkpoints").glob("step-*")):
         state = read_checked(path / STATE)
@@ -289,3 +290,18 @@ def loaded(context: RunContext, side: Side, kept: Kept) -> tuple[Drafter, Frozen
     drafter, frozen = new_drafter(context.config, context.drafter, vocab, projected, _CPU)
     drafter.load_state_dict(load_weights(kept.checkpoint))
     return drafter, frozen
+
+
+def acceptance_lengths(drafts: Floats, accepted: Floats, resamples: Resamples) -> Floats:
+    """Return the mean over seeds; each resample draws seeds and prompts. [S, P] -> [1 + B]"""
+    lengths = 1 + (resamples.prompts @ accepted.T) / (resamples.prompts @ drafts.T).clip(min=1)  # [1 + B, S]
+    seeds = len(drafts)
+    drawn = np.random.default_rng([resamples.seed, seeds]).integers(seeds, size=(resamples.num, seeds))
+    chosen = np.vstack([np.arange(seeds), drawn])
+    mean: Floats = np.take_along_axis(lengths, chosen, axis=1).mean(axis=1)
+    return mean
+
+
+def shown(values: Floats) -> str:
+    found = interval(values)
+    return f"{found.value:.2f} ({found.low:.2f}-{found.high:.2f})"

@@ -7,7 +7,7 @@ import pytest
 
 from data.embedded.target import EmbeddedTarget
 from eagle31.errors import UserError
-from eagle31.json_files import read_json
+from eagle31.json_files import read_json, read_jsonl
 from tests.train.small_run import (
     MAIN,
     RECIPE,
@@ -135,6 +135,26 @@ def test_a_damaged_checkpoint_is_skipped_and_other_processes_resume(
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
         if "grad_norm" in ours:
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+def test_an_adapted_drafter_starts_with_the_weights_of_the_export(
+    small_target: EmbeddedTarget, finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(finished[0], tmp_path / "run", symlinks=True))
+    [first] = directory.glob("artifacts/train-*")
+    command = [*arguments(small_target, directory), "budget=adapt", f"drafter.init_from={finished[0]}/export"]
+    same_data = "capture.max_samples=null"
+    stages = "stages=[data,vocab,answers,capture,train]"
+    torchrun(MAIN, f"recipe={RECIPE}", *command, same_data, "train.max_steps=2", stages)
+    [adapted] = set(directory.glob("artifacts/train-*")) - {first}
+    before, after = (
+        [one for one in read_jsonl(path / "metrics.jsonl") if one["kind"] == "validation"]
+        for path in (first, adapted)
+    )
+    trained = read_json(first / "stage.json")["facts"]["best_validation_acceptance_length"]
+    untrained, at_start = (one[0]["acceptance_length"]["4"] for one in (before, after))
+    assert at_start == pytest.approx(trained, rel=0.03)  # the export is rounded to bfloat16
+    assert at_start > 1.03**2 * untrained
 
 
 def test_a_finished_run_is_pushed(

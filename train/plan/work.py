@@ -28,10 +28,12 @@ class Budget:
 
     max_samples: int | None
     num_epochs: int
+    max_steps: int | None
 
     @staticmethod
     def of(config: Any) -> "Budget":
-        return Budget(config.capture.max_samples, config.train.num_epochs)
+        """Return that of a configuration, or of a file in recipes/budget."""
+        return Budget(config.capture.max_samples, config.train.num_epochs, config.train.max_steps)
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def run_work(sizes: RunSizes, data_summary: Mapping[str, Any], budget: Budget | 
     budget = budget or Budget.of(config)
     tokens, tokens_from = _data_tokens(config, data_summary, budget.max_samples)
     row_tokens = train.rows_per_step * train.row_tokens
-    steps = train.max_steps
+    steps = budget.max_steps
     if steps is None and tokens is not None:
         steps = max(1, tokens * budget.num_epochs // row_tokens)
     trained = None if steps is None else steps * row_tokens

@@ -7,6 +7,7 @@ import pytest
 from eagle31.errors import UserError
 from train.config import compose
 from train.config.compose import compose_config, composed, recipe_name
+from train.drafter.published import fetch_checkpoint
 
 NEEDED = ["recipe=any_target", "target.model=somewhere", "data.train=some.jsonl"]
 
@@ -73,6 +74,19 @@ def test_free_mappings_take_any_key_and_named_members_any_name() -> None:
 def test_a_budget_replaces_what_the_recipe_sets(recipe: str) -> None:
     config = compose_config([f"recipe={recipe}", "budget=reproduce"])
     assert (config.capture.max_samples, config.train.num_epochs) == (1_300_000, 5)
+    assert config.train.max_steps is None
+
+
+@pytest.mark.parametrize("recipe", ["kimi_k2_6", "llama3_1_8b", "quickstart"])
+def test_adapting_has_few_steps_and_the_vocabulary_of_a_checkpoint_that_must_be_given(
+    recipe: str,
+) -> None:
+    config = composed([f"recipe={recipe}", "budget=adapt"])
+    assert config.train.max_steps == 160
+    assert config.drafter.draft_vocab_size is None
+    assert config.drafter.init_from is not None
+    with pytest.raises(UserError, match=r"drafter\.init_from=.*the drafter to adapt"):
+        fetch_checkpoint(config.drafter.init_from, None, "drafter.init_from")
 
 
 @pytest.mark.parametrize("text", ["train:\n  max_step: 3\n", "a: [1\n"])

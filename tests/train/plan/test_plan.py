@@ -130,7 +130,7 @@ def test_the_plan_has_the_hours_of_each_budget() -> None:
     assert way.budget_hours["standard"] == way.hours.total
     assert way.hours.total is not None
     assert way.hours.gpu_tokens == pytest.approx(trained_tokens / (8 * way.hours.total))
-    assert list(way.budget_hours) == ["quick", "standard", "reproduce"]
+    assert list(way.budget_hours) == ["adapt", "quick", "standard", "reproduce"]
     quick = planned("qwen3_8b", "plan.num_nodes=1", "budget=quick").first.hours
     assert quick is not None
     assert way.budget_hours["quick"] == quick.total
