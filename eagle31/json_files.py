@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path, PurePosixPath
@@ -106,7 +106,7 @@ def append_jsonl(path: Path, record: dict[str, Any]) -> None:
         file.write(line)
 
 
-def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
+def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Write all records atomically, one per line."""
     write_text(path, "".join(_line(record) for record in records))
 
@@ -140,7 +140,7 @@ def _parsed(path: Path, first_line: int, text: str) -> Any:
         raise _broken(path, first_line, str(error)) from error
 
 
-def _line(record: dict[str, Any]) -> str:
+def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(record, ensure_ascii=False, default=_encode) + "\n"
 
 
