@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from data.embedded.corpus import ChatExample, Corpus, Message, is_held_out
 from data.embedded.target import EmbeddedTarget, TargetSettings, ensure_built
 from data.embedded.training import TrainingSettings
+from eagle31.errors import UserError
 from eagle31.json_files import read_jsonl
 
 FORMAT_VERSION = 3  # raise it for changes that do not change the settings
@@ -52,10 +53,23 @@ def ensure_chat_target(
     return ensure_built(finished, lambda: corpus, settings, progress=True)
 
 
+def read_answered(path: Path) -> list[dict[str, str]]:
+    """Read JSON lines with `question` and `answer`.
+
+    Raises:
+        UserError: there is no such file, or a line lacks one of the two.
+    """
+    rows = read_jsonl(path) if path.is_file() else []
+    if not rows or not all({"question", "answer"} <= row.keys() for row in rows):
+        remedy = "Give a file of JSON lines that have `question` and `answer`, such as GSM8K's."
+        raise UserError("--conversations", str(path), remedy)
+    return rows
+
+
 def read_chats(path: Path) -> Corpus:
     """Read JSON lines with `question` and `answer`, without repeated questions, split by the question."""
     answers: dict[str, str] = {}
-    for row in read_jsonl(path):
+    for row in read_answered(path):
         answers.setdefault(row["question"], row["answer"])
     corpus = Corpus([], [])
     for number, (question, answer) in enumerate(answers.items()):

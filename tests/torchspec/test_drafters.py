@@ -83,18 +83,16 @@ def losses_of_both(changes: dict[str, Any]) -> tuple[Tensor, Tensor]:
     drafter, frozen = tiny_drafter(tiny_config(**changes), torch.float32)
     batch = random_batch((NUM_TOKENS,), drafter.config, dtype=torch.float32)
     theirs = torchspec_drafter(drafter, frozen)
-    # Its mask moves with the steps: index j is row j - k at step k. With one row in it, means are sums.
-    found = torch.zeros(NUM_TOKENS, NUM_STEPS)
-    with torch.no_grad():
-        for j in range(NUM_TOKENS):
-            mask = (torch.arange(NUM_TOKENS) == j).float()
-            losses = torchspec_losses(theirs, frozen, batch, mask)
-            for step in range(min(j + 1, NUM_STEPS)):
-                found[j - step, step] = losses[step]
     supervised = supervised_drafts(batch.loss_mask, batch.document_ids, NUM_STEPS)
     assert supervised.sum(0).min() > 0
+    found = []
+    with torch.no_grad():
+        for step, rows in enumerate(supervised.unbind(1)):
+            # Its mask moves with the steps: index j is row j - k at step k. Its losses are means.
+            losses = torchspec_losses(theirs, frozen, batch, rows.roll(step).float())
+            found.append(losses[step] * rows.sum())
     _, sums = rollout_loss(drafter, frozen, batch, num_steps=NUM_STEPS, step_decay=STEP_DECAY)
-    return sums.loss.float(), (found * supervised).sum(0)
+    return sums.loss.float(), torch.stack(found)
 
 
 @pytest.mark.parametrize(
