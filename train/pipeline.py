@@ -170,6 +170,9 @@ def check_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
         check_links(context.output_dir, (_EXPORT,))
         check_environment(config)
     check_drafter(context)
+    if world.is_main:
+        dtype = str(context.target.parts.dtype).removeprefix("torch.")
+        print(f"target: every engine computes it in {dtype}", flush=True)
     if pushes(config):
         check_push(config.hub)
     unfinished = unfinished_stages(context, stages)

@@ -20,6 +20,12 @@ from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from eagle31.tensor_files import check_pointer
 
+# The names in `torch.cpu.get_capabilities()` of the instructions that compute in a dtype.
+_CPU_INSTRUCTIONS = {
+    torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
+    torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
+}
+
 
 def load_target(spec: TargetSpec, device: torch.device) -> PreTrainedModel:
     """Load the frozen target in eval mode, on `device` unless `spec.device_map` spreads it.
@@ -37,10 +43,28 @@ def load_target(spec: TargetSpec, device: torch.device) -> PreTrainedModel:
             config=config,
             revision=spec.revision,
             trust_remote_code=has_remote_code(config, spec),
-            dtype=spec.torch_dtype or "auto",
+            dtype=compute_dtype(spec, config) or "auto",
             **options,
         )
     return model.eval().requires_grad_(False)
+
+
+def compute_dtype(spec: TargetSpec, config: PreTrainedConfig) -> torch.dtype | None:
+    """Return the dtype in which every engine computes the target; None where neither names one.
+
+    For "auto" it is the checkpoint's. On a CPU that has no instructions for it, it is float32, because
+    emulation takes longer; quantized weights keep theirs, for which their kernels are made.
+    """
+    dtype = config.dtype or config.get_text_config().dtype
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if spec.torch_dtype is not None:
+        return spec.torch_dtype
+    quantized = getattr(config, "quantization_config", None) is not None
+    if dtype is None or quantized or torch.cuda.is_available():
+        return dtype
+    has = torch.cpu.get_capabilities()
+    native = dtype not in _CPU_INSTRUCTIONS or any(has.get(name) for name in _CPU_INSTRUCTIONS[dtype])
+    return dtype if native else torch.float32
 
 
 def check_attention(spec: TargetSpec) -> None:

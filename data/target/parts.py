@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from data.target.checkpoint import read_modules
 from data.target.head import TargetHead
-from data.target.loading import check_attention, load_config, meta_model
+from data.target.loading import check_attention, compute_dtype, load_config, meta_model
 from data.target.modules import locate
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
@@ -29,6 +29,11 @@ class TargetParts:
     eos_token_ids: tuple[int, ...]  # empty if the checkpoint names none
     sampling: dict[str, Any]  # as the generation config recommends it; fields of `data.sampling.Sampling`
     fingerprint: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which every engine computes the target, and in which its states are captured."""
+        return self.embed_tokens.dtype
 
 
 def load_target_parts(spec: TargetSpec) -> TargetParts:
@@ -51,7 +56,7 @@ def load_target_parts(spec: TargetSpec) -> TargetParts:
         _check_shapes(module, state, spec)
         _check_finite(part, state, spec)
     embedding, norm, lm_head = states
-    dtype = spec.torch_dtype or _config_dtype(config) or embedding["weight"].dtype
+    dtype = compute_dtype(spec, config) or embedding["weight"].dtype
     softcap = getattr(config.get_text_config(), "final_logit_softcapping", None)
     head = TargetHead(_filled(modules.final_norm, norm), _filled(modules.lm_head, lm_head), softcap)
     return TargetParts(
@@ -65,11 +70,6 @@ def load_target_parts(spec: TargetSpec) -> TargetParts:
         sampling=_sampling(generation),
         fingerprint=spec.checkpoint.fingerprint(),
     )
-
-
-def _config_dtype(config: PreTrainedConfig) -> torch.dtype | None:
-    dtype = config.dtype or config.get_text_config().dtype
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def _check_shapes(module: nn.Module, state: dict[str, Tensor], spec: TargetSpec) -> None:

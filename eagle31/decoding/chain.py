@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import overload
 
 import torch
 from torch import Tensor
@@ -13,65 +12,18 @@ from eagle31.model.attention import LayerKeys, attend_by_run
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 
-# How far two computations of the same margin may be apart, in units of the dtype's epsilon times the logits'
-# magnitude. In 16 bits the rounded tensors decide: four logits, each off by one epsilon. Measured in bf16
-# between one forward pass over a text and one for each token: at most 1.95 (embedded target, 2,207 tokens).
-# In float32 the order of the sums decides: 12.9 were measured there, and engines differ more than that.
-ROUNDING_UNITS = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 128}
-
 
 @dataclass(frozen=True)
 class Draft:
     """A chain of k drafted tokens."""
 
     token_ids: list[int]
-    margins: list[float]  # top logit minus the second; empty when sampling
-    bounds: list[float]  # the margins up to which rounding may decide, see `rounding_bound`
     probs: Tensor | None  # [k, V], the distributions that the tokens were drawn from; None for greedy drafts
 
 
 def sampling_probs(logits: Tensor, temperature: float) -> Tensor:
     """Return softmax(logits / temperature) over the last dimension in float32."""
     return (logits.float() / temperature).softmax(dim=-1)
-
-
-def top_margin(logits: Tensor) -> Tensor:
-    """Return the largest logit minus the second. [..., V] -> float32 [...]."""
-    if logits.shape[-1] == 1:
-        return torch.full(logits.shape[:-1], torch.inf, device=logits.device)
-    best, second = logits.float().topk(2).values.unbind(-1)
-    return best - second
-
-
-def top_magnitude(logits: Tensor) -> Tensor:
-    """Return the larger absolute value of the two largest logits. [..., V] -> float32 [...]."""
-    return logits.float().topk(min(2, logits.shape[-1])).values.abs().amax(-1)
-
-
-@overload
-def rounding_bound(magnitude: float, dtype: torch.dtype) -> float: ...
-@overload
-def rounding_bound(magnitude: Tensor, dtype: torch.dtype) -> Tensor: ...
-def rounding_bound(magnitude: float | Tensor, dtype: torch.dtype) -> float | Tensor:
-    """Return the margin between two logits up to which rounding may decide which of them is larger.
-
-    Args:
-        magnitude: `top_magnitude` of the logits.
-        dtype: in which the target computes.
-    """
-    return ROUNDING_UNITS.get(dtype, 4) * torch.finfo(dtype).eps * magnitude
-
-
-def margins_and_bounds(logits: Tensor, dtype: torch.dtype) -> tuple[list[float], list[float]]:
-    """Return each row's margin, and the margin up to which rounding may decide. logits: [n, V].
-
-    Args:
-        dtype: in which the target computes.
-    """
-    top = logits.float().topk(min(2, logits.shape[-1])).values
-    margins = top[:, 0] - top[:, 1] if top.shape[1] == 2 else torch.full_like(top[:, 0], torch.inf)
-    found, bounds = torch.stack((margins, rounding_bound(top.abs().amax(-1), dtype))).tolist()
-    return found, bounds
 
 
 def draw(probs: Tensor, generator: torch.Generator) -> int:
@@ -136,22 +88,17 @@ class ChainDrafter:
         state = output = self._step(fused, next_token_ids, self.num_rows)
         self.num_rows += len(next_token_ids)
         tokens: list[Tensor] = []  # they stay on the device until the draft is complete
-        logits: list[Tensor] = []
         probs: list[Tensor] = []
         for step in range(num_tokens):
             if step:
                 output = self._step(state, tokens[-1], self.num_rows - 1 + step)
             normed = self.drafter.norm(output)
             state = self.drafter.feed_back(output, normed)
-            logits.append(self.lm_head(normed))
-            token, distribution = self._pick(logits[-1][0], temperature, generator)
+            token, distribution = self._pick(self.lm_head(normed)[0], temperature, generator)
             tokens.append(token)
             if distribution is not None:
                 probs.append(distribution)
-        ids = torch.cat(tokens).tolist()
-        if probs:
-            return Draft(ids, [], [], torch.stack(probs))
-        return Draft(ids, *margins_and_bounds(torch.cat(logits), aux_hidden_states.dtype), None)
+        return Draft(torch.cat(tokens).tolist(), torch.stack(probs) if probs else None)
 
     def _step(self, state: Tensor, token_ids: Tensor, start: int) -> Tensor:
         """Run the layers at the positions from `start` on. [n, H], int64 [n] -> [1, H], the last one's."""

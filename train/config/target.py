@@ -32,7 +32,12 @@ class TargetConfig:
         'Directory or Hub id of the model. "embedded": a small model, trained on this machine at first use.',
     )
     revision: str | None = setting(None, "Branch, tag or commit on the Hub. null: the default branch.")
-    dtype: str = setting("auto", "Name of a torch dtype, such as bfloat16. auto: the checkpoint's dtype.")
+    dtype: str = setting(
+        "auto",
+        "Name of the torch dtype, such as bfloat16, in which every engine computes the target: for answers, "
+        "capture and evaluation. auto: the checkpoint's dtype, or float32 on a CPU that has no instructions "
+        "for it.",
+    )
     trust_remote_code: bool = setting(False, "Whether to run Python code that comes with the model.")
     attn_implementation: str | None = setting(
         None, "Attention in transformers, such as sdpa. null: its default."

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from data.target.parts import TargetParts
 from train.config.capture import TorchSpecConfig
 from train.config.target import TargetConfig, TargetEngine
 
@@ -57,31 +58,26 @@ _UNCOUNTED = frozenset(
 
 
 def completion_inputs(
-    target: TargetConfig, fingerprint: str, engine_args: Mapping[str, Any]
+    target: TargetConfig, parts: TargetParts, engine_args: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return what the target's completions depend on apart from the prompts and the sampling settings.
 
     Args:
-        fingerprint: that of the target's checkpoint.
         engine_args: of vLLM.
     """
     in_vllm = target.engine is TargetEngine.vllm
     return (
-        target_inputs(target, fingerprint)
+        target_inputs(target, parts)
         | {"engine": target.engine.value}
         | (vllm_inputs(engine_args) if in_vllm else transformers_inputs(target))
     )
 
 
-def target_inputs(target: TargetConfig, fingerprint: str) -> dict[str, Any]:
-    """Return the inputs that are the same for every engine.
-
-    Args:
-        fingerprint: that of the target's checkpoint.
-    """
+def target_inputs(target: TargetConfig, parts: TargetParts) -> dict[str, Any]:
+    """Return the inputs that are the same for every engine."""
     return {
-        "target": fingerprint,
-        "dtype": target.dtype,
+        "target": parts.fingerprint,
+        "dtype": str(parts.dtype).removeprefix("torch."),
         "trust_remote_code": target.trust_remote_code,
     }
 

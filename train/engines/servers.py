@@ -54,7 +54,7 @@ class CapturedTarget:
             aux_layer_ids=self.aux_layer_ids,
             hidden_size=self.parts.hidden_size,
             num_layers=self.parts.num_layers,
-            dtype=self.parts.embed_tokens.dtype,
+            dtype=self.parts.dtype,
         )
 
     def vllm_engine(
@@ -76,7 +76,7 @@ class CapturedTarget:
         return CaptureEngine(
             target=self.spec.checkpoint.path,
             revision=self.spec.revision,
-            dtype=str(self.parts.embed_tokens.dtype).removeprefix("torch."),
+            dtype=str(self.parts.dtype).removeprefix("torch."),
             trust_remote_code=self.spec.trust_remote_code,
             target_fingerprint=self.parts.fingerprint,
             aux_layer_ids=self.aux_layer_ids,

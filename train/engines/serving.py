@@ -91,27 +91,21 @@ class DecodeJob:
     record_drafts: bool = False
     passes: Sequence[Sampling] = (GREEDY,)
     warm_up: bool = False  # decodes a few tokens before each pass, so that its time includes no first calls
-    # The name of an earlier job. `margins` has the gap between the top two logits where the two jobs diverge,
-    # and the larger of their magnitudes.
-    margins_against: str | None = None
     keep: Path | None = None  # the directory of finished passes, which are not repeated
 
     def to_json(self) -> dict[str, Any]:
         # Without async scheduling the scheduler sees the drafted tokens and not their placeholders.
         synchronous = {"async_scheduling": False} if self.record_drafts else {}
-        # A margin is judged by the logits' magnitude, which log probabilities do not show.
-        logits = {"logprobs_mode": "raw_logits"} if self.margins_against else {}
         return {
             "kind": "decode",
             "name": self.name,
-            "engine": self.engine.arguments() | synchronous | logits,
+            "engine": self.engine.arguments() | synchronous,
             "prompts": [list(prompt) for prompt in self.prompts],
             "max_tokens": self.max_new_tokens,
             "stop_token_ids": list(self.stop_token_ids),
             "record_drafts": self.record_drafts,
             "passes": [asdict(one) for one in self.passes],
             "warm_up": self.warm_up,
-            "margins_against": self.margins_against,
             "keep": None if self.keep is None else str(self.keep),
         }
 
@@ -176,8 +170,6 @@ class JobResult:
 
     name: str
     passes: tuple[DecodedPass, ...]
-    # For each prompt whose completions diverge, see `DecodeJob.margins_against`; empty without it.
-    margins: tuple[tuple[float, float] | None, ...]
     start_seconds: float
     vllm_version: str
     error: str | None = None
@@ -186,11 +178,10 @@ class JobResult:
     @staticmethod
     def from_json(name: str, raw: dict[str, Any]) -> "JobResult":
         if "error" in raw:
-            return JobResult(name, (), (), 0.0, "", error=raw["error"], traceback=raw["traceback"])
+            return JobResult(name, (), 0.0, "", error=raw["error"], traceback=raw["traceback"])
         return JobResult(
             name=name,
             passes=tuple(map(DecodedPass.from_json, raw["passes"])),
-            margins=tuple(None if one is None else (one[0], one[1]) for one in raw["margins"]),
             start_seconds=raw["start_seconds"],
             vllm_version=raw["vllm_version"],
         )

@@ -26,7 +26,6 @@ def main() -> None:
     jobs_file, results = Path(sys.argv[1]), Path(sys.argv[2])
     # The engine must be in this process: drafts are recorded from its scheduler.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    finished: dict[str, Json] = {}
     for index, job in enumerate(json.loads(jobs_file.read_text())):
         print(f"=== job {index}: {job['kind']} {job['name']}", flush=True)
         try:
@@ -35,12 +34,11 @@ def main() -> None:
                 result = bench(job)
             else:
                 with imports_stay_frozen():
-                    result = decode(job, finished)
+                    result = decode(job)
         except Exception as error:
             traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
             clean_up()
-        finished[job["name"]] = result
         partial = results / f".{index}.partial"
         partial.write_text(json.dumps(result))
         os.replace(partial, results / f"{index}.json")
@@ -72,24 +70,18 @@ def imports_stay_frozen() -> Iterator[None]:
         core.freeze_gc_heap, gc.unfreeze = freeze_heap, unfreeze
 
 
-def decode(job: Json, finished: dict[str, Json]) -> Json:
+def decode(job: Json) -> Json:
     """Continuations of all prompts by one engine, pass by pass."""
     import vllm
 
-    against = job["margins_against"]
-    other = None if against is None else finished[against]["passes"][0]["completions"]
     engine = Engine(job)
     kept = Kept(job["keep"])
     passes = [
         kept.result(f"pass-{index}", partial(decode_pass, engine, job, one))
         for index, one in enumerate(job["passes"])
     ]
-    texts = passes[0]["completions"]
     result = {
         "passes": passes,
-        "margins": []
-        if other is None
-        else kept.result("margins", lambda: margins(engine.llm, job["prompts"], texts, other)),
         "start_seconds": engine.start_seconds,
         "vllm_version": vllm.__version__,
     }
@@ -175,30 +167,6 @@ def placed_drafts(outputs: list[Any], events: list[Event]) -> list[list[Json]]:
             {"position": position, "token_ids": token_ids, "num_accepted": num_accepted}
         )
     return drafts
-
-
-def margins(
-    llm: Any, prompts: list[list[int]], completions: list[list[int]], others: list[list[int]]
-) -> list[list[float] | None]:
-    """Return the gap between the top two logits where two completions diverge; None where they do not.
-
-    The larger absolute value of the two logits comes second. The engine must return logits for log
-    probabilities.
-    """
-    from vllm import SamplingParams
-
-    found: list[list[float] | None] = [None] * len(prompts)
-    parted = {}
-    for index, (completion, other) in enumerate(zip(completions, others, strict=True)):
-        common = next((i for i, (a, b) in enumerate(zip(completion, other, strict=False)) if a != b), None)
-        if common is not None:
-            parted[index] = prompts[index] + completion[:common]
-    one_token = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2, detokenize=False)
-    outputs = generate(llm, list(parted.values()), [one_token] * len(parted)) if parted else []
-    for index, output in zip(parted, outputs, strict=True):
-        second, best = sorted(one.logprob for one in output.outputs[0].logprobs[0].values())[-2:]
-        found[index] = [best - second, max(abs(best), abs(second))]
-    return found
 
 
 class DraftReader:

@@ -63,7 +63,7 @@ class TorchSpecEngines:
             UserError: its engines cannot capture this target.
         """
         config, target = self._config, self._target()
-        if target.parts.embed_tokens.dtype != DTYPE:
+        if target.parts.dtype != DTYPE:
             remedy = "TorchSpec runs the target and sends its states in bfloat16; set target.dtype=bfloat16."
             raise UserError("target.dtype", config.target.dtype, remedy)
         return TorchSpecSettings(

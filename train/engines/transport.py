@@ -55,7 +55,7 @@ def open_transport(
         codec: the form of the states on the way.
     """
     output_dir, spool_dir = Path(config.output_dir), where_target_runs(RunSizes(config)).spool_dir
-    name, target_dtype = rank_name(output_dir, rank), target.parts.embed_tokens.dtype
+    name, target_dtype = rank_name(output_dir, rank), target.parts.dtype
     dtype = target_dtype if codec == "exact" else torch.bfloat16
     shape = StateShape(target.num_aux_layers, target.parts.hidden_size, dtype)
     if spool_dir is None:

@@ -1,107 +1,224 @@
-"""Whether decoding did what replay says, draft by draft."""
+"""Whether an engine drafts what the trained drafter drafts, and writes what the target does, on one text."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from data.batches.rows import pack_row
 from data.samples import CapturedSample
-from eagle31.decoding.chain import rounding_bound, top_magnitude, top_margin
-from eagle31.decoding.replay import replayed_drafts
-from eagle31.decoding.speculative import Decoded
+from eagle31.decoding.rounding import gaps_and_bounds
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.training.teacher_forced import greedy_hits, logits_of_draft
-from train.engines.serving import PlacedDraft, common_length, placed_drafts
+from eagle31.training.teacher_forced import logits_of_drafts
+from train.engines.serving import PlacedDraft, common_length
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One difference between an engine and the reference, which is the trained drafter or the target."""
+
+    what: str  # "drafted", "accepted", "no draft" or "written"
+    position: int  # number of tokens of the completion before it
+    expected: list[int]
+    found: list[int]
+    gap: float = math.inf  # by which the reference's logit of its own token exceeds that of the engine's
+    bound: float = 0.0  # the gap up to which rounding may decide
+
+    @property
+    def near_tie(self) -> bool:
+        return self.gap <= self.bound
+
+    def __str__(self) -> str:
+        gap = "" if math.isinf(self.gap) else f", logits {self.gap:.2g} apart, rounding {self.bound:.2g}"
+        return f"position {self.position}: {self.what}: eagle31 {self.expected}, engine {self.found}{gap}"
 
 
 @dataclass(frozen=True)
 class DraftedCompletion:
-    """One prompt's greedy completion, and the drafts that led to it."""
+    """One prompt's greedy completions."""
 
     token_ids: Sequence[int]
-    drafts: Sequence[PlacedDraft]
-    # For each token the target's top logit minus its second, and the value up to which rounding may decide;
-    # empty where the engine does not return them.
-    margins: Sequence[tuple[float, float]] = ()
-
-    @staticmethod
-    def of(decoded: Decoded) -> "DraftedCompletion":
-        margins = list(zip(decoded.margins, decoded.bounds, strict=True))
-        return DraftedCompletion(decoded.token_ids, placed_drafts(decoded), margins)
+    drafts: Sequence[PlacedDraft]  # that led to it, cut to it
+    alone: Sequence[int]  # the target's, without a drafter
 
 
-@dataclass(frozen=True)
-class DecodedSubset:
-    """What an engine decoded: some of the test prompts."""
+Texts = Sequence[tuple[CapturedSample, DraftedCompletion]]
 
-    engine: str
-    report: dict[str, Any]  # `decoding` of evaluation.json, without its comparison with replay
-    sampling: dict[str, Any] | None  # `sampling` of evaluation.json
-    indices: Sequence[int]  # of the prompts
-    completions: Sequence[DraftedCompletion]  # with the drafter, greedy
-    dtype: torch.dtype  # in which the target computes
+
+def agreement_report(
+    drafter: Drafter, frozen: FrozenParts, texts: Texts, dtype: torch.dtype
+) -> dict[str, dict[str, int]]:
+    """Return `completions` and `replay` of evaluation.json's `decoding`, by prompts and by drafts.
+
+    Args:
+        texts: each completion with a sample of the same prompt; see `compare_drafts`.
+        dtype: in which the engine that decoded computes.
+    """
+    verdicts = []
+    num_drafts = num_compared = 0
+    differences: list[Difference] = []
+    for sample, one in texts:
+        verdicts.append(completion_verdict(frozen, sample, one.token_ids, one.alone, dtype))
+        number, found = compare_drafts(drafter, frozen, sample, one.token_ids, one.drafts, dtype)
+        num_drafts, num_compared = num_drafts + len(one.drafts), num_compared + number
+        differences += found
+    replay = count_drafts(num_compared, differences)
+    return {
+        "completions": count_verdicts(verdicts),
+        "replay": replay | {"num_not_compared": num_drafts - num_compared},
+    }
 
 
 @torch.no_grad()
-def replay_verdict(
+def compare_drafts(
     drafter: Drafter,
     frozen: FrozenParts,
     sample: CapturedSample,
-    decoded: DraftedCompletion,
-    draft_tokens: int,
+    completion: Sequence[int],
+    drafts: Sequence[PlacedDraft],
     dtype: torch.dtype,
-) -> str:
-    """Return "identical" if replay has the same drafts with as many accepted tokens as decoding had.
+) -> tuple[int, list[Difference]]:
+    """Compare an engine's drafts, token by token, with what the trained drafter drafts after the same tokens.
 
-    At the first difference a token was accepted by one of the two only. It is a "near_tie" if rounding may
-    decide it: of the drafter, where its two top logits are that close; of the target, where its completions
-    part there. Otherwise the two are "different".
+    A draft depends only on the tokens before it, so those of a completion are compared that begin while it is
+    the sample's text. Every token of a draft is judged after the engine's tokens before it.
 
     Args:
-        sample: the prompt with the target's greedy completion, which replay reads.
-        dtype: in which the target decodes.
+        sample: the prompt with a completion, and the target's states.
+        completion: what the engine wrote.
+        drafts: in the order in which it made them, with the accepted tokens that are within the completion.
+        dtype: in which the engine computes.
+
+    Returns:
+        The number of drafts that were compared, and at most one difference for each of them.
     """
-    batch = pack_row([sample], len(sample.input_ids)).to(
-        frozen.embed_tokens.device, frozen.embed_tokens.dtype
-    )
-    hits, supervised = greedy_hits(drafter, frozen, batch, draft_tokens)
     num_prompt_tokens = int(sample.loss_mask.long().argmax())
-    text = sample.input_ids[num_prompt_tokens:].tolist()
-    parted = common_length(text, decoded.token_ids)
-    drafts = {draft.position: draft for draft in decoded.drafts}
-    num_compared = 0
-    for row, num_accepted in replayed_drafts(hits, supervised, draft_tokens):
-        position = row + 2 - num_prompt_tokens
-        if position >= parted:
-            break
-        draft = drafts.get(position)
-        if draft is None:
-            return "different"
-        if draft.num_accepted != num_accepted:
-            step = min(draft.num_accepted, num_accepted)
-            if position + step >= parted:
-                break
-            logits = logits_of_draft(drafter, frozen, batch, row, step)
-            return _judged(*_margin(logits, dtype))
-        num_compared += 1
-    if parted == len(text) == len(decoded.token_ids):
-        return "identical" if num_compared == len(drafts) else "different"
-    if parted in (len(text), len(decoded.token_ids)):
+    common = common_length(sample.input_ids[num_prompt_tokens:].tolist(), completion)
+    compared = [draft for draft in drafts if draft.position <= common]
+    found = _places(drafts, len(completion), common) + _accepted(compared, completion)
+    if compared:
+        batch = pack_row([sample], len(sample.input_ids))
+        batch = batch.to(frozen.embed_tokens.device, frozen.embed_tokens.dtype)
+        device = batch.input_ids.device
+        rows = torch.tensor([num_prompt_tokens + draft.position - 2 for draft in compared], device=device)
+        tokens = torch.tensor([draft.token_ids for draft in compared], device=device)
+        ids = _draft_ids(tokens, frozen)
+        gaps, bounds, best = [], [], []
+        for step, logits in enumerate(logits_of_drafts(drafter, frozen, batch, rows, tokens)):
+            gap, bound = gaps_and_bounds(logits, ids[:, step], dtype)
+            gaps.append(gap)
+            bounds.append(bound)
+            best.append(logits.argmax(-1))
+        chosen = torch.stack(best, dim=1)
+        chosen = chosen if frozen.draft_target_ids is None else frozen.draft_target_ids[chosen]
+        judged = [torch.stack(one, dim=1).tolist() for one in (gaps, bounds)]
+        for draft, expected, *by_step in zip(compared, chosen.tolist(), *judged, strict=True):
+            # The worst token of the draft; one that is no near-tie comes before one that is.
+            gap, bound = max(zip(*by_step, strict=True), key=lambda one: (one[0] > one[1], one[0]))
+            if gap > 0:
+                found.append(Difference("drafted", draft.position, expected, draft.token_ids, gap, bound))
+    worst = sorted(found, key=lambda one: one.near_tie)
+    by_position = {one.position: one for one in reversed(worst)}
+    return len(compared), [by_position[position] for position in sorted(by_position)]
+
+
+def compare_tokens(
+    frozen: FrozenParts, sample: CapturedSample, completion: Sequence[int], dtype: torch.dtype
+) -> list[Difference]:
+    """Return where a completion is not what the target chooses after the tokens before.
+
+    Tokens are compared as long as the completion is the sample's text, and the first one that is not.
+
+    Args:
+        dtype: in which the engine that wrote the completion computes.
+    """
+    num_prompt_tokens = int(sample.loss_mask.long().argmax())
+    common = common_length(sample.input_ids[num_prompt_tokens:].tolist(), completion)
+    ids = torch.tensor(completion[: common + 1])
+    states = sample.final_hidden_states[num_prompt_tokens - 1 :][: len(ids)]
+    with torch.no_grad():
+        logits = frozen.target_head(states.to(frozen.embed_tokens.device)).cpu()
+    gaps, bounds = gaps_and_bounds(logits, ids, dtype)
+    judged = zip(ids.tolist(), logits.argmax(-1).tolist(), gaps.tolist(), bounds.tolist(), strict=True)
+    return [
+        Difference("written", position, [expected], [token], gap, bound)
+        for position, (token, expected, gap, bound) in enumerate(judged)
+        if gap > 0
+    ]
+
+
+def completion_verdict(
+    frozen: FrozenParts,
+    sample: CapturedSample,
+    completion: Sequence[int],
+    alone: Sequence[int],
+    dtype: torch.dtype,
+) -> str:
+    """Return "identical", "near_tie" or "different" for completions with and without the drafter.
+
+    At a near-tie the target's logits of the two tokens are so close that rounding decides between them.
+
+    Args:
+        sample: the prompt with one of the two completions.
+        alone: the completion without the drafter.
+        dtype: in which the target computes.
+    """
+    if list(completion) == list(alone):
+        return "identical"
+    parted = common_length(completion, alone)
+    if parted in (len(completion), len(alone)):
         return "different"
-    if decoded.margins:
-        return _judged(*decoded.margins[parted])
-    if parted == 0:  # the state at the prompt's last token is not kept
-        return "different"
-    state = batch.final_hidden_states[num_prompt_tokens + parted - 1]
-    return _judged(*_margin(frozen.target_head(state), dtype))
+    if parted == 0:
+        return "near_tie"  # no draft precedes it, and the state at the prompt's end may not be kept
+    found = [one for one in compare_tokens(frozen, sample, completion, dtype) if one.position == parted]
+    return "near_tie" if all(one.near_tie for one in found) else "different"
 
 
-def _margin(logits: torch.Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    return float(top_margin(logits)), rounding_bound(float(top_magnitude(logits)), dtype)
+def count_verdicts(verdicts: Sequence[str]) -> dict[str, int]:
+    """Return the number of prompts with each verdict."""
+    return {f"num_{name}": verdicts.count(name) for name in ("identical", "near_tie", "different")}
 
 
-def _judged(margin: float, bound: float) -> str:
-    return "near_tie" if margin <= bound else "different"
+def count_drafts(num_compared: int, differences: Sequence[Difference]) -> dict[str, int]:
+    """Return how many of the compared drafts are identical, near-ties and different."""
+    num_near_tie = sum(one.near_tie for one in differences)
+    return {
+        "num_identical": num_compared - len(differences),
+        "num_near_tie": num_near_tie,
+        "num_different": len(differences) - num_near_tie,
+    }
+
+
+def _places(drafts: Sequence[PlacedDraft], num_tokens: int, common: int) -> list[Difference]:
+    """Return where a draft is missing: each follows the accepted tokens of the one before and one more."""
+    found, expected = [], 1
+    for draft in drafts:
+        if draft.position != expected and expected <= common:
+            found.append(Difference("no draft", expected, [], draft.token_ids))
+        expected = draft.position + draft.num_accepted + 1
+    if expected < num_tokens and expected <= common:
+        found.append(Difference("no draft", expected, [], []))
+    return found
+
+
+def _accepted(drafts: Sequence[PlacedDraft], completion: Sequence[int]) -> list[Difference]:
+    """Return the drafts of which other tokens were accepted than the leading ones that were written."""
+    found = []
+    for draft in drafts:
+        right = common_length(draft.token_ids, completion[draft.position :])
+        if draft.num_accepted != right:
+            found.append(Difference("accepted", draft.position, [right], [draft.num_accepted]))
+    return found
+
+
+def _draft_ids(token_ids: Tensor, frozen: FrozenParts) -> Tensor:
+    """Return the tokens' ids in the draft vocabulary, -1 for those that it lacks."""
+    if frozen.draft_target_ids is None:
+        return token_ids
+    ids = frozen.draft_target_ids
+    draft_ids = torch.full((len(frozen.embed_tokens),), -1, dtype=torch.int64, device=ids.device)
+    draft_ids[ids] = torch.arange(len(ids), device=ids.device)
+    return draft_ids[token_ids]

@@ -34,10 +34,9 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from train.config.evaluate import MAX_DRAFT_TOKENS, MAX_TEMPERATURE
 from train.drafter.published import fetch_checkpoint, open_published
-from train.evaluation.agreement import DraftedCompletion, replay_verdict
+from train.evaluation.agreement import agreement_report
 from train.evaluation.decoding import (
     PassResults,
-    count_verdicts,
     decode_in_turns,
     decoding_report,
     engine_name,
@@ -291,13 +290,7 @@ def measured(
         pairs = decode_in_turns(
             prompts[chosen], plain, drafted, settings.max_new_tokens, PassResults(Path(passes))
         )
-    samples = completing.samples(prompts[chosen], completions[chosen])
-    verdicts = [
-        replay_verdict(
-            *candidate, sample, DraftedCompletion.of(pair.drafted), settings.draft_tokens, opened.dtype
-        )
-        for sample, pair in zip(samples, pairs, strict=True)
-    ]
+    texts = completing.texts(prompts[chosen], [pair.completion for pair in pairs])
     sampling = None
     if settings.temperature > 0:
         sampled = replace(greedy, temperature=settings.temperature)
@@ -311,12 +304,14 @@ def measured(
         "max_new_tokens": settings.max_new_tokens,
         "num_prompts": len(prompts),
         "engine": engine_name(opened.dtype, opened.target.device),
+        "states": "the states of the same target",
         "aux_layer_ids": list(opened.drafter.config.aux_layer_ids),
         "notes": list(opened.notes),
         "trained": trained.to_json(),
         "untrained": None,
         "sampling": sampling,
-        "decoding": decoding_report(pairs, settings.draft_tokens) | {"replay": count_verdicts(verdicts)},
+        "decoding": decoding_report(pairs, settings.draft_tokens)
+        | agreement_report(*candidate, texts, opened.dtype),
     }
 
 

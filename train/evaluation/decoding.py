@@ -19,6 +19,7 @@ from eagle31.json_files import read_json, write_json
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from train.engines.serving import acceptance, placed_drafts
+from train.evaluation.agreement import DraftedCompletion
 from train.evaluation.intervals import Resamples, median_interval
 
 MIN_PROMPTS = 5  # the median of fewer says little
@@ -53,11 +54,29 @@ class PassResults:
 
 
 @dataclass(frozen=True)
+class DecodedSubset:
+    """What an engine decoded: some of the test prompts."""
+
+    engine: str
+    report: dict[str, Any]  # `decoding` of evaluation.json, without `agreement_report`
+    sampling: dict[str, Any] | None  # `sampling` of evaluation.json
+    indices: Sequence[int]  # of the prompts
+    completions: Sequence[DraftedCompletion]
+    dtype: torch.dtype  # in which the target computes
+
+
+@dataclass(frozen=True)
 class DecodedPair:
     """One prompt, decoded with the drafter and without it."""
 
     plain: Decoded
     drafted: Decoded
+
+    @property
+    def completion(self) -> DraftedCompletion:
+        return DraftedCompletion(
+            self.drafted.token_ids, placed_drafts(self.drafted), alone=self.plain.token_ids
+        )
 
 
 def greedy_sides(
@@ -133,7 +152,7 @@ def fastest_threads(plain: Decode, prompt: Sequence[int]) -> Iterator[None]:
 
 
 def decoding_report(pairs: Sequence[DecodedPair], draft_tokens: int) -> dict[str, Any]:
-    """Return acceptance, whether the completions are the target's, and the time."""
+    """Return acceptance and the time."""
     drafted = [pair.drafted for pair in pairs]
     completions = [one.token_ids for one in drafted]
     timed = [
@@ -145,12 +164,10 @@ def decoding_report(pairs: Sequence[DecodedPair], draft_tokens: int) -> dict[str
         )
         for pair in pairs
     ]
-    verdicts = [completion_verdict(pair.drafted, pair.plain) for pair in pairs]
     return {
         "num_prompts": len(pairs),
         **acceptance(draft_tokens, map(placed_drafts, drafted), completions).to_json(),
         "num_tokens": sum(map(len, completions)),
-        "completions": count_verdicts(verdicts),
         "timing": paired_timing(timed, IN_TURNS),
     }
 
@@ -158,33 +175,6 @@ def decoding_report(pairs: Sequence[DecodedPair], draft_tokens: int) -> dict[str
 def engine_name(dtype: torch.dtype, device: torch.device) -> str:
     """Return eagle31's decoder as it is named next to its numbers."""
     return f"eagle31 (transformers, {str(dtype).removeprefix('torch.')}, {device.type})"
-
-
-def completion_verdict(drafted: Decoded, plain: Decoded) -> str:
-    """Return the `verdict` on a completion; the plain one holds the target's margins and their bounds."""
-    pairs = zip(drafted.token_ids, plain.token_ids, strict=False)
-    first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    margin, bound = (None, 0.0) if first is None else (plain.margins[first], plain.bounds[first])
-    return verdict(drafted.token_ids, plain.token_ids, margin, bound)
-
-
-def verdict(drafted: Sequence[int], plain: Sequence[int], margin: float | None, bound: float) -> str:
-    """Return "identical", "near_tie" or "different" for completions with and without the drafter.
-
-    At a near-tie the target's two top logits are so close that rounding decides between them.
-
-    Args:
-        margin: the difference of these logits at the first different token; None where one completion ends.
-        bound: the difference up to which rounding may decide, see `rounding_bound`.
-    """
-    if list(drafted) == list(plain):
-        return "identical"
-    return "near_tie" if margin is not None and margin <= bound else "different"
-
-
-def count_verdicts(verdicts: Sequence[str]) -> dict[str, int]:
-    """Return the number of prompts with each verdict."""
-    return {f"num_{name}": verdicts.count(name) for name in ("identical", "near_tie", "different")}
 
 
 @dataclass(frozen=True)

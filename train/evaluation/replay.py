@@ -21,6 +21,7 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.teacher_forced import acceptance_given_text, greedy_hits
+from train.evaluation.agreement import DraftedCompletion, Texts
 from train.evaluation.intervals import Resamples, acceptance_interval
 
 MAX_DRAFT_TOKENS = 8
@@ -99,6 +100,12 @@ class CompletingTarget:
             for input_ids, (prompt, _), (aux, final) in zip(ids, batch, states, strict=True):
                 loss_mask = torch.arange(len(input_ids)) >= len(prompt)
                 yield CapturedSample(input_ids, loss_mask, aux.cpu(), final.cpu())
+
+    def texts(self, prompts: Sequence[Sequence[int]], completions: Sequence[DraftedCompletion]) -> Texts:
+        """Return each completion of at least two tokens with the sample of its prompt and itself."""
+        token_ids = [one.token_ids for one in completions]
+        kept = [one for one in completions if len(one.token_ids) > 1]
+        return list(zip(self.samples(prompts, token_ids), kept, strict=True))
 
 
 def longest_draft(draft_tokens: int) -> int:

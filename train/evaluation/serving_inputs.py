@@ -150,7 +150,7 @@ def load_inputs(arguments: argparse.Namespace) -> Inputs:
     longest = max(arguments.k) if isinstance(arguments.k, list) else arguments.k
     spec = target_spec(arguments)
     parts = load_target_parts(spec)
-    target_dtype = str(parts.embed_tokens.dtype).removeprefix("torch.")
+    target_dtype = str(parts.dtype).removeprefix("torch.")
     spec = replace(spec, dtype=target_dtype if arguments.dtype == "auto" else arguments.dtype)
     config = read_config(read_raw_config(arguments.export), num_target_layers=parts.num_layers).config
     tokenizer = load_tokenizer(spec)

@@ -10,7 +10,6 @@ import torch
 from data.capture.vllm.environment import find_python
 from data.target.spec import TargetSpec
 from eagle31.decoding.acceptance import AcceptanceStats
-from eagle31.decoding.chain import rounding_bound
 from eagle31.errors import UserError
 from train.engines.serving import (
     GREEDY,
@@ -18,15 +17,14 @@ from train.engines.serving import (
     DecodeJob,
     EngineFailure,
     EngineSpec,
-    JobResult,
     Sampling,
     acceptance,
     draft_room,
     require,
     run_jobs,
 )
-from train.evaluation.agreement import DecodedSubset, DraftedCompletion
-from train.evaluation.decoding import TimedPrompt, count_verdicts, paired_timing, verdict
+from train.evaluation.agreement import DraftedCompletion
+from train.evaluation.decoding import DecodedSubset, TimedPrompt, paired_timing
 from train.evaluation.replay import PromptAcceptance
 
 NUM_AT_A_TIME = 8  # prompts that an engine decodes concurrently
@@ -73,8 +71,6 @@ def decode_in_vllm(
     drafted, plain = [require(result, log) for result in run_jobs(jobs, find_python(), log)]
     for one in drafted.passes:
         check_recorded(one, settings.draft_tokens)
-    dtype = engine_dtype(settings, jobs[0].engine)
-    verdicts = completion_verdicts(drafted, plain, dtype)
     served = drafted.passes[0].served
     return DecodedSubset(
         engine=engine_name(jobs[0].engine, drafted.vllm_version, "cpu" if settings.on_cpu else "cuda"),
@@ -82,16 +78,20 @@ def decode_in_vllm(
             "num_prompts": len(indices),
             **acceptance(settings.draft_tokens, served.drafts, served.completions).to_json(),
             "num_tokens": sum(map(len, served.completions)),
-            "completions": count_verdicts(verdicts),
             "timing": paired_timing(timed_prompts(drafted.passes[0], plain.passes[0]), IN_TWO_ENGINES),
         },
         sampling=sampled_report(drafted.passes[1], settings) if len(drafted.passes) > 1 else None,
         indices=tuple(indices),
-        completions=tuple(
-            DraftedCompletion(token_ids, drafts)
-            for token_ids, drafts in zip(served.completions, served.drafts_within_completions, strict=True)
-        ),
-        dtype=dtype,
+        completions=[
+            DraftedCompletion(*one)
+            for one in zip(
+                served.completions,
+                served.drafts_within_completions,
+                plain.passes[0].served.completions,
+                strict=True,
+            )
+        ],
+        dtype=engine_dtype(settings, jobs[0].engine),
     )
 
 
@@ -145,7 +145,6 @@ def evaluation_jobs(
         DecodeJob(
             _PLAIN,
             engine_spec(settings, prompts, drafter=False),
-            margins_against=_DRAFTER,
             **shared,
             keep=kept / "vllm-plain",
         ),
@@ -153,14 +152,13 @@ def evaluation_jobs(
 
 
 def engine_spec(settings: VllmEvaluation, prompts: Sequence[Sequence[int]], *, drafter: bool) -> EngineSpec:
-    """Return an engine in float32 on the CPU, else in the target's dtype; `engine_args` take precedence."""
+    """Return an engine in the target's dtype; `engine_args` take precedence."""
     longest = max(map(len, prompts)) + settings.max_new_tokens
-    target_dtype = str(settings.target_dtype).removeprefix("torch.")
     return EngineSpec(
         target=settings.target.checkpoint.path,
         export=settings.export.absolute() if drafter else None,
         k=settings.draft_tokens,
-        dtype="float32" if settings.on_cpu else target_dtype,
+        dtype=str(settings.target_dtype).removeprefix("torch."),
         revision=settings.target.revision,
         trust_remote_code=settings.target.trust_remote_code,
         max_model_len=longest + draft_room(settings.draft_tokens),
@@ -237,17 +235,3 @@ def timed_prompts(drafted: DecodedPass, plain: DecodedPass) -> list[TimedPrompt]
         strict=True,
     )
     return [TimedPrompt(len(ours), ours_s, len(theirs), theirs_s) for ours, ours_s, theirs, theirs_s in both]
-
-
-def completion_verdicts(drafted: JobResult, plain: JobResult, dtype: torch.dtype) -> list[str]:
-    """Return the `verdict` on each greedy completion.
-
-    Args:
-        dtype: of the engines.
-    """
-    completions = [result.passes[0].served.completions for result in (drafted, plain)]
-    found = []
-    for ours, theirs, parted in zip(*completions, plain.margins, strict=True):
-        margin, magnitude = parted or (None, 0.0)
-        found.append(verdict(ours, theirs, margin, rounding_bound(magnitude, dtype)))
-    return found

@@ -80,12 +80,11 @@ def interval_of(stats: dict[str, Any]) -> str:
 
 
 def describe_counts(counts: dict[str, int]) -> str:
-    """Return, in words, how many prompts are identical, near-ties and different."""
+    """Return, in words, how many prompts or drafts are identical, near-ties, different, or not compared."""
     parts = [f"{counts['num_identical']} of {sum(counts.values())} identical"]
-    if counts["num_near_tie"]:
-        parts.append(f"{counts['num_near_tie']} near-tie")
-    if counts["num_different"]:
-        parts.append(f"{counts['num_different']} different")
+    for name in ("near_tie", "different", "not_compared"):
+        if counts.get(f"num_{name}"):
+            parts.append(f"{counts[f'num_{name}']} {name.replace('_', '-' if name == 'near_tie' else ' ')}")
     return ", ".join(parts)
 
 
@@ -106,15 +105,17 @@ def describe_conditions(evaluation: dict[str, Any]) -> str:
 
 
 def warnings_of(evaluation: dict[str, Any]) -> list[str]:
-    """Return what makes the results doubtful: decoding that wrote or accepted something else."""
+    """Return what makes the results doubtful: decoding that wrote or drafted something else."""
     found = []
     for name, what, cannot in (
         ("completions", "Speculative decoding wrote another text than the target alone", "The numbers"),
-        ("replay", "Decoding accepted other drafts than replay", "Acceptance by replay"),
+        ("replay", "Decoding drafted other tokens than replay after the same text", "Acceptance by replay"),
     ):
         counts = evaluation["decoding"][name]
         if counts["num_different"]:
-            found.append(f"{what}: {describe_counts(counts)}. {cannot} cannot be trusted.")
+            where = f"Decoded by {evaluation['engine']}; replayed from {evaluation['states']}."
+            remedy = "If the precisions are the same, see what scripts/check_serving says of the export."
+            found.append(f"{what}: {describe_counts(counts)}. {cannot} cannot be trusted. {where} {remedy}")
     return found
 
 
@@ -136,7 +137,7 @@ def details(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("measured on", describe_conditions(evaluation)),
         ("completions, compared with target", describe_counts(decoding["completions"])),
-        ("decoding, compared with replay", describe_counts(decoding["replay"])),
+        ("drafts, compared with replay", describe_counts(decoding["replay"])),
         ("speed-up", describe_speed(timing)),
         ("speed-up measured on", f"{timing['num_prompts']} prompts: {timing['how']}"),
     ]

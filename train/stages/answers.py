@@ -24,7 +24,7 @@ def answers_inputs(context: RunContext) -> dict[str, Any]:
         # Not all of the data: other training samples need no other answers.
         "data": {name: data[name] for name in sorted(HELD_OUT_INPUTS)},
         "max_new_tokens": config.evaluate.max_new_tokens,
-    } | completion_inputs(config.target, context.target.parts.fingerprint, config.vllm.engine_args)
+    } | completion_inputs(config.target, context.target.parts, config.vllm.engine_args)
 
 
 def run_answers(context: RunContext, directory: Path) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def capture_inputs(context: RunContext) -> dict[str, Any]:
         "source": capture.source.value,
         "mode": capture.mode.value,
     }
-    inputs |= target_inputs(context.config.target, context.target.parts.fingerprint)
+    inputs |= target_inputs(context.config.target, context.target.parts)
     inputs |= SOURCE_INPUTS[capture.source](context.config)
     inputs |= {"codec": capture.codec, "format": STATES_VERSION}
     if capture.mode is CaptureMode.offline:
@@ -101,7 +101,7 @@ def manifest_fields(target: Target, aux_layer_ids: Sequence[int]) -> dict[str, A
         "tokenizer_fingerprint": tokenizer_fingerprint(target.tokenizer),
         "template_fingerprint": target.template_fingerprint,
         "aux_layer_ids": list(aux_layer_ids),
-        "dtype": str(target.parts.embed_tokens.dtype).removeprefix("torch."),
+        "dtype": str(target.parts.dtype).removeprefix("torch."),
     }
 
 

@@ -81,7 +81,7 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
         inputs["templates"] = [data.template_probability, *map(template_source, OTHER_TEMPLATES)]
     if data.regenerate.enabled:
         inputs["regenerate"] = asdict(data.regenerate) | completion_inputs(
-            context.config.target, context.target.parts.fingerprint, context.config.vllm.engine_args
+            context.config.target, context.target.parts, context.config.vllm.engine_args
         )
         if context.config.target.engine is TargetEngine.vllm:
             del inputs["regenerate"]["batch_size"]

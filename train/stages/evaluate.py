@@ -27,10 +27,10 @@ from train.config.run import RunConfig, Stage
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.drafter.chosen import ChosenDrafter
-from train.evaluation.agreement import DecodedSubset, DraftedCompletion, replay_verdict
+from train.evaluation.agreement import Texts, agreement_report
 from train.evaluation.decoding import (
+    DecodedSubset,
     PassResults,
-    count_verdicts,
     decode_in_turns,
     decoding_report,
     engine_name,
@@ -86,28 +86,36 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     export = context.artifacts[Stage.export].directory / "checkpoint"
     trained = exported_drafter(export, context.target.parts.head, device, dtype)
     if decoded is None:
-        decoded = decode_in_transformers(context, prompts, trained, passes)
+        decoded, texts = decode_in_transformers(context, prompts, trained, passes)
+    else:
+        texts = stored_texts(store, decoded)
     replayed = replay_store(store, trained, evaluate.draft_tokens, passes, "trained")
     vocab = load_vocab(context.artifacts[Stage.vocab])
     projected = load_projected(context.artifacts[Stage.train].directory)
     before = untrained_drafter(context.config, context.drafter, vocab, projected, device)
     untrained = replay_store(store, before, evaluate.draft_tokens, passes, "untrained")
-    verdicts = replay_verdicts(trained, store, decoded, evaluate.draft_tokens)
     evaluation = {
         "k": evaluate.draft_tokens,
         "max_new_tokens": evaluate.max_new_tokens,
         "num_prompts": len(store),
         "engine": decoded.engine,
+        "states": described_states(context),
         "trained": replayed,
         "untrained": untrained,
         "sampling": decoded.sampling,
-        "decoding": decoded.report | {"replay": count_verdicts(verdicts)},
+        "decoding": decoded.report | agreement_report(*trained, texts, decoded.dtype),
     }
     write_json(directory / "evaluation.json", evaluation)
     for warning in warnings_of(evaluation):
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
     length = at_draft_length(replayed, evaluate.draft_tokens)["acceptance_length"]
     return {"acceptance_length": length, "k": evaluate.draft_tokens}
+
+
+def described_states(context: RunContext) -> str:
+    """Return how the states that are replayed were captured, for messages."""
+    dtype = str(context.target.parts.dtype).removeprefix("torch.")
+    return f"exact states ({dtype}) of capture.source={context.config.capture.source.value}"
 
 
 def vllm_evaluation(context: RunContext, passes: Path) -> VllmEvaluation:
@@ -121,7 +129,7 @@ def vllm_evaluation(context: RunContext, passes: Path) -> VllmEvaluation:
     target_positions = getattr(parts.config.get_text_config(), "max_position_embeddings", None)
     return VllmEvaluation(
         target=context.target.spec,
-        target_dtype=parts.embed_tokens.dtype,
+        target_dtype=parts.dtype,
         export=context.artifacts[Stage.export].directory / "checkpoint",
         max_positions=min(
             target_positions or drafter.max_position_embeddings, drafter.max_position_embeddings
@@ -140,7 +148,7 @@ def vllm_evaluation(context: RunContext, passes: Path) -> VllmEvaluation:
 
 def decode_in_transformers(
     context: RunContext, prompts: Sequence[Sequence[int]], trained: Candidate, passes: PassResults
-) -> DecodedSubset:
+) -> tuple[DecodedSubset, Texts]:
     """Decode the first prompts with eagle31's decoder, and replay sampled completions of all prompts."""
     evaluate = context.config.evaluate
     model = load_target(context.target.spec, context.world.device)
@@ -154,12 +162,13 @@ def decode_in_transformers(
     chosen = prompts[: evaluate.decoded_prompts]
     pairs = decode_in_turns(chosen, plain, drafted, evaluate.max_new_tokens, passes)
 
+    completing = CompletingTarget(
+        HiddenStateCapture(model, modules, context.drafter.aux_layer_ids),
+        context.target.parts.fingerprint,
+        context.config.data.regenerate.batch_size,
+    )
+
     def sample(temperature: float) -> dict[str, Any]:
-        completing = CompletingTarget(
-            HiddenStateCapture(model, modules, context.drafter.aux_layer_ids),
-            context.target.parts.fingerprint,
-            context.config.data.regenerate.batch_size,
-        )
         eos = context.target.eos_token_ids
         sampling = Sampling(evaluate.max_new_tokens, eos, temperature, context.config.seed)
         completions = completing.complete(prompts, sampling, passes.directory / "sampled.jsonl")
@@ -170,14 +179,15 @@ def decode_in_transformers(
     sampled = None
     if evaluate.temperature is not None:
         sampled = passes.run("sampling", partial(sample, evaluate.temperature))["sampling"]
-    return DecodedSubset(
+    decoded = DecodedSubset(
         engine=engine_name(model.dtype, context.world.device),
         report=decoding_report(pairs, evaluate.draft_tokens),
         sampling=sampled,
         indices=range(len(pairs)),
-        completions=[DraftedCompletion.of(pair.drafted) for pair in pairs],
+        completions=[pair.completion for pair in pairs],
         dtype=model.dtype,
     )
+    return decoded, completing.texts(chosen, decoded.completions)
 
 
 def replay_store(
@@ -193,13 +203,11 @@ def replay_store(
     return passes.run(name, compute)
 
 
-def replay_verdicts(
-    trained: Candidate, store: HiddenStateStore, decoded: DecodedSubset, draft_tokens: int
-) -> list[str]:
-    """Return for each decoded prompt whether decoding did what replay says; see `replay_verdict`."""
+def stored_texts(store: HiddenStateStore, decoded: DecodedSubset) -> Texts:
+    """Return each completion with the stored sample of its prompt, which the target has completed, too."""
     position = {sample_id: index for index, sample_id in enumerate(store.sample_ids.tolist())}
     return [
-        replay_verdict(*trained, store[position[index]], completion, draft_tokens, decoded.dtype)
+        (store[position[index]], completion)
         for index, completion in zip(decoded.indices, decoded.completions, strict=True)
         if index in position
     ]

@@ -37,6 +37,34 @@ def test_a_missing_model_is_a_user_error(model: str, monkeypatch: pytest.MonkeyP
             load(TargetSpec(model))
 
 
+@pytest.mark.parametrize(
+    ("stored", "given", "instructions", "expected"),
+    [
+        ("bfloat16", "auto", ("avx512_bf16",), torch.bfloat16),
+        ("bfloat16", "auto", ("bf16", "avx2"), torch.bfloat16),
+        ("bfloat16", "auto", ("avx512_f", "avx512_fp16"), torch.float32),
+        ("float16", "auto", ("avx512_bf16",), torch.float32),
+        ("float32", "auto", (), torch.float32),
+        ("bfloat16", "bfloat16", (), torch.bfloat16),
+        ("float32", "bfloat16", (), torch.bfloat16),
+    ],
+)
+def test_a_cpu_computes_in_float32_what_it_would_emulate(
+    stored: str,
+    given: str,
+    instructions: tuple[str, ...],
+    expected: torch.dtype,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: dict.fromkeys(instructions, True))
+    model = load_target(save_target(tmp_path), CPU).to(getattr(torch, stored))
+    model.save_pretrained(tmp_path)
+    spec = TargetSpec(str(tmp_path), dtype=given)
+    assert load_target(spec, CPU).dtype == load_target_parts(spec).dtype == expected
+
+
 def test_a_cached_config_is_loaded_and_a_missing_one_is_none(tmp_path: Path) -> None:
     LlamaConfig(**SMALL).save_pretrained(tmp_path)
     found = load_cached_config(TargetSpec(str(tmp_path)))

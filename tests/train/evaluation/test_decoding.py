@@ -26,7 +26,7 @@ def recorded(name: str, calls: list[tuple[str, int, int]]) -> Decode:
 
     def decode(prompt: Sequence[int], max_new_tokens: int) -> Decoded:
         calls.append((name, prompt[0], max_new_tokens))
-        return Decoded([7], [], 0.5, [1.0])
+        return Decoded([7], [], 0.5)
 
     return decode
 
@@ -57,7 +57,7 @@ def test_an_interrupted_evaluation_warms_up_again_and_keeps_its_order(tmp_path: 
 
 def test_both_sides_use_the_threads_with_which_the_target_alone_is_fastest() -> None:
     def plain(prompt: Sequence[int], max_new_tokens: int) -> Decoded:
-        return Decoded([7], [], 0.5 if torch.get_num_threads() == 1 else 1.0, [1.0])
+        return Decoded([7], [], 0.5 if torch.get_num_threads() == 1 else 1.0)
 
     before = torch.get_num_threads()
     try:

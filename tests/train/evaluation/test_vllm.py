@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
@@ -17,7 +16,6 @@ from train.engines.serving import (
     Counters,
     DecodedPass,
     EngineFailure,
-    JobResult,
     PlacedDraft,
     Served,
     acceptance,
@@ -25,7 +23,6 @@ from train.engines.serving import (
 )
 from train.evaluation.vllm import (
     check_recorded,
-    completion_verdicts,
     fitting_prompts,
     sampled_report,
 )
@@ -79,17 +76,6 @@ def test_sampling_in_vllm_has_greedy_drafts_alone(spec: TargetSpec) -> None:
     [row] = report["greedy_drafts"]["by_draft_length"]
     assert (row["k"], row["num_drafts"], row["accepted_per_position"]) == (3, 1, (1, 1, 0))
     assert (report["temperature"], report["source"], report["sampled_drafts"]) == (0.5, "decoding", None)
-
-
-def test_completions_are_identical_near_ties_or_different() -> None:
-    parted = [*COMPLETION[:3], 77]
-    drafted = JobResult("a", (decoded([COMPLETION] * 4, [[]] * 4),), (), 1.0, "0")
-    completions = decoded([COMPLETION, parted, parted, COMPLETION[:3]], [[]] * 4)
-    plain = JobResult("b", (completions,), (None, (0.2, 8.0), (0.5, 8.0), None), 1.0, "0")
-    verdicts = completion_verdicts(drafted, plain, torch.bfloat16)
-    assert verdicts == ["identical", "near_tie", "different", "different"]
-    # In float32 rounding decides between much closer logits only.
-    assert completion_verdicts(drafted, plain, torch.float32)[1] == "different"
 
 
 def test_prompts_without_room_for_completion_and_draft_are_left_out(

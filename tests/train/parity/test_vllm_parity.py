@@ -40,19 +40,13 @@ def published(trained: Path, full: bool, tmp_path_factory: pytest.TempPathFactor
 def engines(
     case_names: Sequence[str],
     trained: Path,
-    full: bool,
     published: dict[str, Path],
     vllm_python: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> EngineResults:
-    """Each target alone, with each of its exports, and with what others publish.
-
-    Without `--full` one target alone, and the exports, which Model Runner V2 gets in both cases.
-    """
+    """Each export, and what others publish, with its target; Model Runner V2 gets the exports too."""
     names = case_names
-    of_target = {CASES[name].target: name for name in (names if full else names[:1])}
-    jobs = [decode_job(f"plain {target}", name, None, trained) for target, name in of_target.items()]
-    jobs += [decode_job(name, name, export_path(name, trained).resolve(), trained) for name in names]
+    jobs = [decode_job(name, name, export_path(name, trained).resolve(), trained) for name in names]
     jobs += [decode_job(f"published {name}", name, path, trained) for name, path in published.items()]
     logs = tmp_path_factory.mktemp("vllm")
     few = [
@@ -88,9 +82,9 @@ LONG = pytest.mark.full("the long matrix")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if case.core else LONG) for name, case in CASES.items()]
 )
-def test_vllm_drafts_what_the_evaluator_drafts(name: str, runner: str, engines: EngineResults) -> None:
+def test_vllm_drafts_what_the_trained_drafter_drafts(name: str, runner: str, engines: EngineResults) -> None:
     comparison = compare(engines, name, runner)
-    listed = "\n".join(map(str, [*comparison.drafts, *comparison.plain_completions, *comparison.completions]))
+    listed = "\n".join(f"prompt {prompt}, {one}" for prompt, one in [*comparison.drafts, *comparison.tokens])
     assert comparison.passed, f"{comparison.failures}\n{listed}"
     assert comparison.num_compared >= MIN_DRAFTS[runner]
     # An untrained drafter is right by accident only, and agreeing on nothing shows nothing.

@@ -137,6 +137,7 @@ def evaluation() -> dict[str, Any]:
     return {
         "k": 4,
         "engine": "eagle31 (transformers, float32, cpu)",
+        "states": "exact states (float32) of capture.source=hf",
         "num_prompts": 32,
         "max_new_tokens": 128,
         "trained": by_draft_length(greedy, 1704),

@@ -110,6 +110,7 @@ def test_what_decoding_contradicts_is_a_warning(tmp_path: Path, part: str) -> No
     table = format_table(measured, run_info())
     assert table.startswith("WARNING: ")
     assert "5 of 8 identical, 1 near-tie, 2 different" in table
+    assert f"Decoded by {measured['engine']}; replayed from {measured['states']}." in table
     assert "drafter is untrained" in format_table({}, run_info() | {"best_step": 0})
 
 

@@ -39,7 +39,7 @@ def fixed_inputs(config: RunConfig, drafter: ChosenDrafter) -> dict[str, Any]:
     if shape.pop("init_from") is not None:
         shape["init_from"] = drafter.initial_fingerprint
     fixed = {
-        "target": target_inputs(config.target, target.parts.fingerprint),
+        "target": target_inputs(config.target, target.parts),
         "tokenizer": tokenizer_fingerprint(target.tokenizer),
         "template": target.template_fingerprint,
         "aux_layer_ids": list(drafter.aux_layer_ids),

@@ -1,0 +1,28 @@
+"""How far a token is from the one of the largest logit, and how much of that rounding explains."""
+
+import torch
+from torch import Tensor
+
+# How far two computations of the same margin may be apart, in units of the dtype's epsilon times the logits'
+# magnitude. In 16 bits the rounded tensors decide: four logits, each off by one epsilon. Measured in bf16
+# between one forward pass over a text and one for each token: at most 1.95 (embedded target, 2,207 tokens).
+# In float32 the order of the sums decides: 12.9 were measured there, and engines differ more than that.
+ROUNDING_UNITS = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 128}
+
+
+def gaps_and_bounds(logits: Tensor, token_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return by how much each row's largest logit exceeds that of a token, and what rounding explains of it.
+
+    Args:
+        logits: [N, V].
+        token_ids: int64 [N]; -1 for a token that has no logit, whose gap is infinite.
+        dtype: in which the engine that chose the tokens computes.
+
+    Returns:
+        Both float32 [N].
+    """
+    top = logits.float().amax(-1)
+    chosen = logits.float().gather(-1, token_ids.clamp(min=0)[:, None])[:, 0]
+    chosen = torch.where(token_ids < 0, -torch.inf, chosen)
+    magnitude = torch.maximum(top.abs(), torch.where(token_ids < 0, 0.0, chosen.abs()))
+    return top - chosen, ROUNDING_UNITS.get(dtype, 4) * torch.finfo(dtype).eps * magnitude
