@@ -79,6 +79,14 @@ class Progress:
             self._next_line = now + LINE_SECONDS
             self._print(self._line(now))
 
+    def skip(self, count: int) -> None:
+        """Adds units that an earlier run has finished, which say nothing of the rate."""
+        self._initial += count
+        self._done += count
+        if not self._bar.disable:
+            self._bar.initial += count
+            self._bar.update(count)
+
     def note(self, text: str | Callable[[], str]) -> None:
         """Shows `text`, such as the current loss, from the next line on. A function is called for each."""
         self._note = text

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -99,11 +100,16 @@ class Block:
         self.num_open = len(dialogues)
         self._waiting: dict[int, Sequence[int]] = {}
 
-    def asked(self, header: dict[str, Any]) -> Iterator[Asked]:
-        """Yield the prompt of each dialogue that the answers in the file leave open, and write the header."""
+    def asked(self, header: dict[str, Any], skipped: Callable[[int], None]) -> Iterator[Asked]:
+        """Yield the prompt of each dialogue that the answers in the file leave open, and write the header.
+
+        Args:
+            skipped: called with the number of answers in the file.
+        """
         recorded: dict[int, list[list[int]]] = {}
         for index, ids in _read(self.output, header):
             recorded.setdefault(index, []).append(ids)
+        skipped(sum(map(len, recorded.values())))
         if not self.output.exists() or not self.output.stat().st_size:
             self.output.parent.mkdir(parents=True, exist_ok=True)
             self._append(header)
@@ -171,7 +177,8 @@ def answer_dialogues(
     header |= {"engine": generator.engine, "model": model_fingerprint}
     opened: dict[int, Block] = {}
     refusals: list[tuple[str, str]] = []
-    num_dialogues = 0
+    num_dialogues = num_tokens = 0
+    started = time.monotonic()
     complete: set[int] = set()  # blocks that have asked all dialogues
 
     def finish(number: int) -> None:
@@ -185,12 +192,13 @@ def answer_dialogues(
         for block in blocks:
             num_dialogues += len(block.dialogues)
             opened[block.number] = block
-            for one in block.asked(header):
+            for one in block.asked(header, bar.skip):
                 yield replace(one, index=block.number * _MOST_DIALOGUES + one.index)
             complete.add(block.number)
             finish(block.number)
 
     def answered(answers: Answers) -> list[Asked]:
+        nonlocal num_tokens
         following: list[Asked] = []
         by_block: dict[int, list[tuple[int, list[int]]]] = {}
         for index, ids in answers:
@@ -200,6 +208,7 @@ def answer_dialogues(
             for one in opened[number].answered(some):
                 following.append(replace(one, index=number * _MOST_DIALOGUES + one.index))
             finish(number)
+        num_tokens += sum(len(ids) for _, ids in answers)
         bar.update(len(answers))
         return following
 
@@ -210,6 +219,7 @@ def answer_dialogues(
         finish(number)
 
     with Progress(title, total, "answers", shown=progress) as bar:
+        bar.note(lambda: f"{num_tokens / (time.monotonic() - started):,.0f} tokens/s")
         generator.converse(asked(), sampling, answered, refused)
     if refusals:
         shown = first_reasons(sorted(refusals))

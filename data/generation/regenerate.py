@@ -3,7 +3,7 @@
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations.schemas import Conversation
+from data.conversations.schemas import Conversation, Conversations
 from data.conversations.template import has_markers
 from data.conversations.tokenize import SAMPLE_SCHEMA, check_refused, print_markers
 from data.generation.answers import AnswerGenerator, Block, answer_dialogues, record_batch
@@ -27,7 +27,7 @@ _BATCH_SAMPLES = 1024
 
 
 def regenerate(
-    conversations: Iterable[Conversation],
+    conversations: Conversations,
     tokenizer: PreTrainedTokenizerBase,
     generator: AnswerGenerator,
     sampling: Sampling,
@@ -55,7 +55,7 @@ def regenerate(
             before the refused turn.
         max_samples: the number of samples after which the remaining conversations are left out; None for all.
         block_turns: the number of assistant turns in a block.
-        progress: reports the finished blocks on stderr.
+        progress: reports on stderr how many answers are finished, how fast, and the time left.
 
     Raises:
         UserError: the template refuses too many conversations.
@@ -118,11 +118,16 @@ def regenerate(
         ends.update(found["ends"])
         parts[number] = Dataset.from_file(str(output.with_suffix(".arrow")))
         if progress:
-            total = "" if max_samples is None else f" of at most {max_samples:,}"
             num_samples = sum(map(len, parts.values()))
-            print(f"regenerate: {num_samples:,}{total} samples", file=sys.stderr, flush=True)
+            print(f"regenerate: {num_samples:,} samples of finished blocks", file=sys.stderr, flush=True)
         return found
 
+    total = None
+    if progress:
+        num_answers = sum(map(_num_turns, conversations))
+        total = num_answers if max_samples is None else min(num_answers, max_samples)
+        # Each finished block has about as many; a conversation may end before its last turn.
+        total = max(total - block_turns * len([*directory.glob("block-*.arrow")]), 0) or None
     num_taken = -1
     while num_taken < num_blocks:
         num_taken, num_turns = num_blocks, math.inf
@@ -137,6 +142,7 @@ def regenerate(
             model_fingerprint=model_fingerprint,
             finished=finished,
             title="regenerate",
+            total=total,
             progress=progress,
         )
     for reason, count in ends.items():

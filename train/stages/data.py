@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -243,7 +243,7 @@ def _check_templates(data: DataConfig, target: Target, example: Conversation) ->
             raise UserError("data.template_probability", data.template_probability, remedy) from None
 
 
-def _regenerated(context: RunContext, conversations: Iterable[Conversation], directory: Path) -> Dataset:
+def _regenerated(context: RunContext, conversations: Conversations, directory: Path) -> Dataset:
     settings, target = context.config.data.regenerate, context.target
     given = {} if settings.temperature is None else {"temperature": settings.temperature}
     sampling = Sampling(
