@@ -33,7 +33,7 @@ from train.config.run import (
 from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
 from train.engines.servers import server_settings
-from train.launch.doctor import check_environment, check_named, check_start, check_store
+from train.launch.doctor import check_eagle3, check_environment, check_named, check_start, check_store
 from train.plan.placement import cluster_at_hand
 from train.plan.plan import Plan, check_gpu_memory, make_plan
 from train.plan.sizes import RunSizes
@@ -169,6 +169,7 @@ def check_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
     if world.is_main:
         check_links(context.output_dir, (_EXPORT,))
         check_environment(config)
+        check_eagle3(config)
     check_drafter(context)
     if world.is_main:
         dtype = str(context.target.parts.dtype).removeprefix("torch.")

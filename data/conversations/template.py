@@ -176,4 +176,8 @@ def _name_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _require_template(tokenizer: PreTrainedTokenizerBase) -> None:
     if not tokenizer.chat_template:
-        raise UserError(FIELD, None, f"The tokenizer has no chat template; give one with {FIELD}=FILE.")
+        remedy = (
+            f"The tokenizer of {_name_of(tokenizer)} has no chat template, as usual for a base model; give "
+            f"a Jinja file with {FIELD}=FILE, such as the template of the model's chat version."
+        )
+        raise UserError(FIELD, None, remedy)

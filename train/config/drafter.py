@@ -60,7 +60,9 @@ class DrafterShape:
     )
     v_head_dim: int | None = setting(None, "Width of a value head, for mla. null: the target's.", ge=1)
     rope_parameters: dict[str, Any] = setting(
-        {}, "RoPE: rope_type, rope_theta and the keys of a scaling, such as factor. Empty: the target's."
+        {},
+        "RoPE: rope_type, rope_theta and the keys of a scaling, such as factor. Empty: the target's; if it "
+        "has some for each kind of layer, those of full_attention, or with a window of sliding_attention.",
     )
     max_position_embeddings: int | None = setting(
         None, "Longest sequence that vLLM drafts for. null: the target's.", ge=1

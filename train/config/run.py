@@ -108,9 +108,20 @@ def uses_vllm(config: RunConfig) -> bool:
 
 def starts_vllm(config: RunConfig) -> bool:
     """Return whether a selected stage starts vLLM on this machine."""
-    if config.target.engine is TargetEngine.vllm and Stage.evaluate in config.stages:
+    if drafts_in_vllm(config):
         return True
     return not config.vllm.servers and any(uses_servers(config, stage) for stage in config.stages)
+
+
+def drafts_in_vllm(config: RunConfig) -> bool:
+    """Return whether a selected stage evaluates the drafter in vLLM."""
+    return config.target.engine is TargetEngine.vllm and Stage.evaluate in config.stages
+
+
+def captures_in_vllm(config: RunConfig) -> bool:
+    """Return whether a selected stage starts vLLM for hidden states; writing training data needs none."""
+    captures = config.capture.source is CaptureSource.vllm and not config.vllm.servers
+    return captures and any(uses_servers(config, one) for one in config.stages if one is not Stage.data)
 
 
 def uses_servers(config: RunConfig, stage: Stage) -> bool:

@@ -40,6 +40,7 @@ def complete_shape(
     if intermediate_size is None:
         remedy = "The target's config has no width of its feed-forward network; set it."
         raise UserError("drafter.intermediate_size", None, remedy)
+    window = sliding_window(shape, target)
     return DrafterConfig(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -47,9 +48,9 @@ def complete_shape(
         num_attention_heads=heads,
         **attention_heads(shape, target, heads, hidden_size),
         rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
-        rope_parameters=rope_parameters(shape.rope_parameters, getattr(target, "rope_parameters", None)),
+        rope_parameters=rope_parameters(shape.rope_parameters, target, window),
         max_position_embeddings=_given(shape.max_position_embeddings, target.max_position_embeddings),
-        sliding_window=sliding_window(shape, target),
+        sliding_window=window,
         vocab_size=vocab_size,
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=target.hidden_size,
@@ -114,13 +115,17 @@ def _attention(shape: DrafterShape) -> type[AttentionShape]:
     return ATTENTIONS[(shape.attention or Attention.gqa).value]
 
 
-def rope_parameters(recipe: dict | None, target: dict | None) -> dict:
+def rope_parameters(recipe: dict, target: Any, window: int | None) -> dict:
     """Return the recipe's RoPE parameters, else the target's.
 
+    Args:
+        window: the drafter's sliding window.
+
     Raises:
-        UserError: neither gives any, or the target has one set per layer type and the drafter needs one.
+        UserError: neither gives any, or the target's are for kinds of layers that the drafter has not.
     """
-    chosen = dict(recipe or target or {})
+    found, kind = getattr(target, "rope_parameters", None) or {}, rope_kind(target, window)
+    chosen = dict(recipe or (found if kind is None else found[kind]))
     if "rope_theta" not in chosen or any(isinstance(value, dict) for value in chosen.values()):
         raise UserError(
             "drafter.rope_parameters",
@@ -130,3 +135,10 @@ def rope_parameters(recipe: dict | None, target: dict | None) -> dict:
         )
     chosen.setdefault("rope_type", "default")
     return chosen
+
+
+def rope_kind(target: Any, window: int | None) -> str | None:
+    """Return the kind of layers that attend as the drafter does, if the target has RoPE parameters for it."""
+    kind = "full_attention" if window is None else "sliding_attention"
+    found = (getattr(target, "rope_parameters", None) or {}).get(kind)
+    return kind if isinstance(found, dict) else None

@@ -15,8 +15,10 @@ import torch
 from datasets import load_from_disk
 from transformers import PreTrainedTokenizerBase
 
+from data.capture.vllm.environment import check_served, find_python
 from data.conversations.prompts import prompt_messages, render_prompt
 from data.conversations.reading import Source
+from data.target.loading import load_config
 from data.target.parts import TargetParts, load_target_parts
 from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer
@@ -78,8 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser, several_draft_lengths: bool =
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write every number to OUT")
 
 
-def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise UserError for arguments that can be refused before any weight is read."""
+def check_arguments(arguments: argparse.Namespace) -> Path:
+    """Return the Python of vLLM's environment.
+
+    Raises:
+        UserError: it is missing, or an argument can be refused before any weight is read.
+    """
     for name in ("k", "concurrency", "max_new_tokens", "num_prompts", "rounds", "num_requests"):
         given = getattr(arguments, name, None)
         for value in given if isinstance(given, list) else [given]:
@@ -89,6 +95,11 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if not arguments.export.is_dir():
         raise UserError("export", arguments.export, "No such directory; give the export/ of a run.")
     read_raw_config(arguments.export)
+    python, spec = find_python(), target_spec(arguments)
+    engine_args = parse_engine_arguments(arguments.engine_args)
+    remedy = "Here, that is --engine-args model_impl=transformers."
+    check_served("--target", spec, load_config(spec), engine_args, remedy)
+    return python
 
 
 @dataclass(frozen=True)

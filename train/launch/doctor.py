@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -24,16 +24,32 @@ from data.capture.dispatch import Unavailable
 from data.capture.torchspec.engines import check_installed
 from data.capture.transport.mooncake_store import check_joinable, check_master
 from data.capture.vllm.client import VllmClient
-from data.capture.vllm.environment import KEY_VARIABLE, check_mooncake, find_python, installed_version
+from data.capture.vllm.environment import (
+    KEY_VARIABLE,
+    check_mooncake,
+    check_served,
+    find_python,
+    installed_version,
+)
 from data.conversations.reading import is_file
 from data.embedded.corpus import standard_library
 from data.embedded.target import TargetSettings, fingerprint
 from data.store.remote import check_protocol
 from data.target.checkpoint import is_hub_id
 from data.target.loading import check_attention
+from data.target.served import architecture, serving_engines
+from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from train.config.capture import CaptureMode, TransportKind
-from train.config.run import RunConfig, Stage, pushes, starts_vllm, uses_torchspec
+from train.config.run import (
+    RunConfig,
+    Stage,
+    captures_in_vllm,
+    drafts_in_vllm,
+    pushes,
+    starts_vllm,
+    uses_torchspec,
+)
 from train.config.target import EMBEDDED
 from train.config.vllm import VllmConfig
 from train.distributed import World
@@ -41,6 +57,7 @@ from train.drafter.published import fetch_checkpoint
 from train.plan.disk import cached_repositories, disks, download_bytes, existing
 from train.plan.plan import make_plan
 from train.plan.sizes import RunSizes
+from train.plan.target import planned_config
 from train.plan.work import newest_data_summary
 from train.report.hub import check_push
 from train.tables import aligned, gigabytes
@@ -79,6 +96,9 @@ def examine(config: RunConfig) -> list[Check]:
         found += _plan(config)
     except UserError as error:  # the target's configuration is not here, or contradicts the recipe
         found.append(Check("plan", LACKING, f"{error.field}={error.value}", error.remedy))
+    if Path(config.target.model).is_dir():
+        template = config.target.chat_template or "the tokenizer's"
+        found.append(_asked("chat template", lambda: Target(config.target).template_fingerprint, template))
     for field, source in _sources(config).items():
         found.append(_asked(field, partial(_check_source, field, source), source))
     return [*found, *_programs(config), *asyncio.run(_servers(config)), *_credentials(config)]
@@ -119,11 +139,13 @@ def check_named(config: RunConfig) -> None:
         if source != EMBEDDED:
             _check_here(field, source)
     if config.target.model != EMBEDDED:
-        spec = Target(config.target).spec
+        target = Target(config.target)
+        spec = target.spec
         _ = spec.torch_dtype
         check_attention(spec)
         if Path(spec.checkpoint.path).is_dir():
             spec.checkpoint.tensor_files()
+            _ = target.template_fingerprint  # there is a chat template
     start = config.drafter.init_from
     if start is not None and not is_hub_id(start):
         fetch_checkpoint(start, None, "drafter.init_from")
@@ -146,6 +168,34 @@ def check_environment(config: RunConfig) -> None:
         through_mooncake = config.capture.transport is TransportKind.mooncake
         if through_mooncake and joins_mooncake(config, set(config.stages)):
             check_mooncake(python)
+
+
+def check_eagle3(config: RunConfig) -> None:
+    """Raise UserError if the run needs vLLM for what it does not do with this target."""
+    if captures_in_vllm(config):
+        check_captured(config)
+    elif drafts_in_vllm(config):
+        _check_served(
+            config, "In a run, that is vllm.engine_args.model_impl=transformers; or set target.engine=hf."
+        )
+
+
+def check_captured(config: RunConfig) -> None:
+    """Raise UserError if vLLM does not capture hidden states of the target."""
+    # With model_impl, vLLM 0.32 looks for the model that keeps the hidden states in transformers, too.
+    remedy = (
+        'To capture, set "vllm.engine_args.hf_overrides={architectures: [TransformersForCausalLM]}" instead '
+        "of model_impl, or capture=hf or hf_online."
+    )
+    if config.vllm.engine_args.get("model_impl") == "transformers":
+        raise UserError("vllm.engine_args.model_impl", "transformers", remedy)
+    _check_served(config, remedy)
+
+
+def _check_served(config: RunConfig, remedy: str) -> None:
+    target = config.target
+    spec = TargetSpec(target.model, target.revision, trust_remote_code=target.trust_remote_code)
+    check_served("target.model", spec, planned_config(target), config.vllm.engine_args, remedy)
 
 
 def check_store(config: RunConfig, stages: Set[Stage]) -> None:
@@ -264,6 +314,13 @@ def _plan(config: RunConfig) -> Iterator[Check]:
     if way.target is not None:
         found += f"; target: {way.target.where}"
     yield Check("plan", OK if way.works else LACKING, found, " ".join(map(str, reasons)))
+    name = architecture(sizes.target_config)
+    if name is not None:
+        engines = f"{', '.join(serving_engines(name)) or 'no engine that is known'} ({name})"
+        check = _asked("served by", lambda: check_eagle3(config), engines)
+        if check.status == OK and plan.unserved:
+            check = replace(check, status=WARNING, remedy=plan.unserved)
+        yield check
     for disk in disks(sizes, plan.work):
         yield Check("disk", LACKING if disk.remedy else OK, str(disk), disk.remedy)
     model, missing = config.target.model, download_bytes(sizes)

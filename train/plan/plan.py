@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from data.batches.loader import check_divisible
-from data.target.architecture import active_intermediate_size, expert_intermediate_size
+from data.target.architecture import active_intermediate_size, expert_intermediate_size, first_layer
+from data.target.served import architecture, unserved
 from eagle31.errors import UserError
 from eagle31.model.config import DrafterConfig
 from train.config.run import RunConfig, Stage
 from train.distributed import World
+from train.drafter.shape import rope_kind
 from train.plan.commands import commands
 from train.plan.disk import disks
 from train.plan.memory import TOLERANCE, USABLE_FRACTION, TrainerMemory, TrainerSettings
@@ -85,6 +87,7 @@ class Plan:
     ways: list[Way]  # of this run; for stages=[plan], with one node and with several
     disk: list[str]  # what has no room on this machine's disks
     notes: list[str]
+    unserved: str | None  # the engine that the export is for, if it does not serve the target
 
     @property
     def first(self) -> Way:
@@ -130,6 +133,7 @@ def make_plan(
         ways=ways,
         disk=[f"{disk}. {disk.remedy}" for disk in disks(sizes, work) if disk.remedy] if here else [],
         notes=list(_notes(sizes, here)),
+        unserved=unserved(architecture(sizes.target_config), config.export.layout),
     )
 
 
@@ -247,6 +251,9 @@ def _notes(sizes: RunSizes, here: bool) -> Iterator[str]:
         )
     if not here:
         yield "planned for other machines: the space on this one's disks is not looked at"
+    kind = rope_kind(first_layer(sizes.target_config), drafter.sliding_window)
+    if kind is not None and not config.drafter.rope_parameters:
+        yield f"RoPE as in the target's layers of {kind}: {drafter.served_rope} (drafter.rope_parameters)"
     active = active_intermediate_size(sizes.target_config)
     single = expert_intermediate_size(sizes.target_config)
     if single is not None and active is not None and drafter.intermediate_size < active:

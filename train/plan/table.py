@@ -20,6 +20,8 @@ def format_plan(plan: Plan) -> str:
     rows += [(f"  {name}", value) for name, value in hours_lines(way.hours)]
     lines += aligned(rows, text_columns=2)
     lines += [f"  note: {note}" for note in plan.notes]
+    if plan.unserved is not None:
+        lines.append(f"  WARNING: {plan.unserved}")
     lines += [f"  DOES NOT FIT: {one}" for one in [*way.shortages, *plan.disk]]
     if way.refusal is not None:
         lines.append(f"  CANNOT WORK: {way.refusal}")

@@ -10,6 +10,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from data.target.checkpoint import is_hub_id
+from data.target.served import serving_engines, unserved
 from eagle31.export.layouts import Layout, layout_of
 from eagle31.json_files import write_text
 from train.report.results import (
@@ -54,7 +55,8 @@ def model_card(
         keep_trailing_newline=True,
     )
     drafter = run_info.get("hub_id") or "PATH_OF_THIS_DIRECTORY"
-    k, layout = evaluation.get("k", DRAFT_TOKENS), layout_of(config).value
+    k, layout = evaluation.get("k", DRAFT_TOKENS), layout_of(config)
+    architecture = run_info["architecture"]
     data = " and ".join(f"`{public_name(one)}`" for one in run_info["train_data"])
     target = run_info["target"] if is_hub_id(run_info["target"]) else "TARGET"
     return environment.get_template("card.md").render(
@@ -69,7 +71,11 @@ def model_card(
         completions=describe_counts(evaluation["decoding"]["completions"]) if evaluation else "",
         serving=serving,
         served=_table(*_served(serving)) if serving else "",
-        serve=serve_command(target, drafter, k, layout),
+        serve=serve_command(target, drafter, k, layout.value),
+        architecture=architecture,
+        layout=layout.value,
+        engines=serving_engines(architecture),
+        unserved=unserved(architecture, layout),
         target_is_local=target != run_info["target"],
         data=data,
         training=_table(

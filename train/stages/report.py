@@ -4,6 +4,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from data.target.served import architecture
 from eagle31.json_files import read_json
 from train.config.capture import CaptureMode
 from train.config.run import Stage
@@ -38,6 +39,7 @@ def describe_run(context: RunContext) -> dict[str, Any]:
         "recipe": config.recipe_name,
         "target": _located(context.target.spec.model),
         "target_fingerprint": context.target.parts.fingerprint,
+        "architecture": architecture(context.target.parts.config),
         "target_embedded": config.target.model == EMBEDDED,
         "train_data": [_located(name) for name in sources],
         "drafter_parameters": training["drafter_parameters"],

@@ -1,13 +1,19 @@
 """vLLM's environment: where its Python is, and which variables its processes get."""
 
+import json
 import os
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from data.capture.transport.mooncake_store import REQUIREMENT
 from data.supervised import without_launcher
+from data.target.served import architecture, unserved, ways
+from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,6 +36,17 @@ except ValidationError as error:
 except Exception as error:
     sys.exit(f"error: {error}")
 """
+# Exits with the second argument unless the class of the target, chosen as an engine does, has EAGLE 3.
+_ASK = """
+import json, sys
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.interfaces import supports_eagle3
+config = EngineArgs(**json.loads(sys.argv[1])).create_model_config()
+model, _ = ModelRegistry.resolve_model_cls(config.architectures, config)
+sys.exit(0 if supports_eagle3(model) else int(sys.argv[2]))
+"""
+_NOT_SERVED = 3
 _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_ENABLE_V1_MULTIPROCESSING")
 
 # A prompt may fill all the positions of the target: the token after it is never computed.
@@ -92,6 +109,43 @@ def check_engine_args(python: Path, command_line: Sequence[str], given: Mapping[
     named = [one for one in given if one in reason or one.replace("_", "-") in reason]
     field, value = (f"vllm.engine_args.{named[0]}", given[named[0]]) if named else ("vllm.engine_args", given)
     raise UserError(field, value, f"vLLM refuses it: {reason}")
+
+
+def check_served(
+    field: str, spec: TargetSpec, config: PreTrainedConfig, engine_args: Mapping[str, Any], remedy: str
+) -> None:
+    """Refuse a target of which vLLM neither captures hidden states nor drafts with an EAGLE 3 drafter.
+
+    vLLM itself, which may have been changed, is asked about what the table of `data.target.served` lacks. It
+    takes some seconds.
+
+    Args:
+        field: the setting that `spec` is from.
+        config: the target's.
+        engine_args: further arguments of `vllm.LLM`.
+
+    Raises:
+        UserError: it has no EAGLE 3 for the target's class, with this remedy and others; or it is missing.
+    """
+    name = architecture(config)
+    if name is None or unserved(name) is None:
+        return
+    python = find_python()
+    version = f"vLLM {installed_version(python)}"
+    print(f"Asking {version} whether it serves {name} with EAGLE 3 ...", file=sys.stderr, flush=True)
+    arguments = {
+        "model": spec.checkpoint.path,
+        "revision": spec.revision,
+        "trust_remote_code": spec.trust_remote_code,
+        "skip_tokenizer_init": True,
+        **engine_args,
+    }
+    command = [str(python), "-I", "-c", _ASK, json.dumps(arguments), str(_NOT_SERVED)]
+    status = subprocess.run(command, env=environment(python), capture_output=True).returncode
+    if status == _NOT_SERVED:  # whatever else is wrong, the engine itself names
+        raise UserError(
+            field, spec.model, f"{version} does not serve {name} with EAGLE 3. {ways(name)} {remedy}"
+        )
 
 
 def environment(python: Path) -> dict[str, str]:

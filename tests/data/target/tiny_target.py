@@ -4,7 +4,15 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from data.capture.hf import HiddenStateCapture
 from data.target.loading import load_target
@@ -20,6 +28,7 @@ def save_target(
 ) -> TargetSpec:
     """Save a float32 target whose norm weights are not 1, so that a forgotten norm changes the result."""
     config_class, model_class = {
+        "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
         "llama": (LlamaConfig, LlamaForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     }[family]

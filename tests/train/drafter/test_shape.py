@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from transformers import (
     DeepseekV3Config,
+    Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -15,7 +16,7 @@ from eagle31.errors import UserError
 from eagle31.model.gqa import GqaShape
 from eagle31.model.mla import MlaShape
 from train.config.drafter import Attention, DrafterShape
-from train.drafter.shape import attention_heads, fitted, sliding_window
+from train.drafter.shape import attention_heads, fitted, rope_parameters, sliding_window
 
 DEEPSEEK = DeepseekV3Config(
     hidden_size=96,
@@ -101,3 +102,17 @@ def test_a_draft_vocabulary_that_is_not_smaller_is_the_targets(
     size: int | None, expected: int | None
 ) -> None:
     assert fitted(DrafterShape(draft_vocab_size=size), 64).draft_vocab_size == expected
+
+
+def test_rope_is_that_of_the_layers_that_attend_as_the_drafter() -> None:
+    given = {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e6}
+    local = {"rope_type": "default", "rope_theta": 500.0}
+    target = Gemma3TextConfig(rope_parameters={"full_attention": given, "sliding_attention": local})
+    assert rope_parameters({}, target, None) == given
+    assert rope_parameters({}, target, 64) == local
+    own = {"rope_type": "default", "rope_theta": 7.0}
+    assert rope_parameters(own, target, None) == own
+    assert rope_parameters({}, LLAMA, 64)["rope_theta"] == LLAMA.rope_parameters["rope_theta"]
+    target.rope_parameters = {"compressed": given}
+    with pytest.raises(UserError, match=r"drafter\.rope_parameters=.*no single set"):
+        rope_parameters({}, target, None)

@@ -16,9 +16,9 @@ from tests.bad_input.faults import free_port, port_in_use, protected
 from tests.runs.here import Outcome, run_command
 from tests.train.small_run import arguments
 from tests.train.torchrun import composed
-from train.config.run import starts_vllm
+from train.config.run import captures_in_vllm, drafts_in_vllm, starts_vllm
 from train.launch import doctor
-from train.launch.doctor import check_environment, check_port
+from train.launch.doctor import check_eagle3, check_environment, check_port
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 NEEDED = ("target.model=nowhere", "data.train=nowhere.jsonl", "output_dir=nowhere")
@@ -49,8 +49,10 @@ def test_a_machine_that_suffices_is_left_as_it_is(
         "GPUs",
         "directories",
         "plan",
+        "served by",
         "disk",
         "target",
+        "chat template",
         "data.train",
         "W&B",
     }
@@ -94,6 +96,60 @@ def test_the_plan_alone_checks_what_takes_a_second(
     assert outcome.status == 2, outcome.err
     assert outcome.err.startswith(f"error: {setting}: ")
     assert remedy in outcome.err
+
+
+def test_a_target_without_a_chat_template_is_named(small_target: EmbeddedTarget, tmp_path: Path) -> None:
+    shutil.copytree(small_target.model, tmp_path / "base")
+    (tmp_path / "base" / "chat_template.jinja").unlink()
+    found = rows(examined(small_target, tmp_path, "target.model=base", "--json"))
+    assert [name for name, status in found.items() if status == "lacking"] == ["chat template"]
+    settings = [*arguments(small_target, Path("run")), "stages=[plan]", "target.model=base"]
+    outcome = run_command("train/main.py", "recipe=any_target", *settings, directory=tmp_path)
+    assert outcome.status == 2
+    assert "The tokenizer of base has no chat template" in outcome.err
+
+
+def test_a_target_that_vllm_does_not_serve_is_named_and_refused_where_the_run_needs_vllm(
+    small_target: EmbeddedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(small_target.model, tmp_path / "other")
+    path = tmp_path / "other" / "config.json"
+    path.write_text(path.read_text().replace("LlamaForCausalLM", "Gemma3ForCausalLM"))
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 3\n")  # as vLLM answers for it
+    python.chmod(0o755)
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(python))
+    settings = ("target.model=other", "data.train=none.jsonl")
+    assert rows(examined(small_target, tmp_path, *settings, "--json"))["served by"] == "warning"
+    assert rows(examined(small_target, tmp_path, *settings, CAPTURED, "--json"))["served by"] == "lacking"
+    command = ["recipe=any_target", *arguments(small_target, Path("run")), *settings]
+    outcome = run_command("train/main.py", *command, CAPTURED, directory=tmp_path)
+    assert outcome.status == 2
+    assert "WARNING: vLLM" in outcome.out
+    assert outcome.err.splitlines()[-1].startswith("error: target.model=other: vLLM ")
+    assert "capture=hf" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("captures", "drafts", "settings"),
+    [
+        (False, True, (ANSWERED,)),
+        (False, False, (ANSWERED, "stages=[data,answers,capture,train]")),
+        (True, False, (CAPTURED,)),
+        (False, False, (CAPTURED, SERVERS)),
+        (False, False, (CAPTURED, ANSWERED, "stages=[data]")),
+        (True, False, (CAPTURED, ANSWERED, "stages=[answers]")),
+    ],
+)
+def test_which_runs_need_eagle_3_in_vllm(captures: bool, drafts: bool, settings: tuple[str, ...]) -> None:
+    config = composed("any_target", *NEEDED, *settings)
+    assert (captures_in_vllm(config), drafts_in_vllm(config)) == (captures, drafts)
+
+
+def test_states_of_transformers_model_in_vllm_are_refused() -> None:
+    config = composed("any_target", *NEEDED, CAPTURED, "vllm.engine_args.model_impl=transformers")
+    with pytest.raises(UserError, match=r"engine_args\.model_impl=transformers: .*capture=hf"):
+        check_eagle3(config)
 
 
 def test_gpus_that_the_recipe_is_planned_for_are_lacking(monkeypatch: pytest.MonkeyPatch) -> None:

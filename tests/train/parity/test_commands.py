@@ -31,3 +31,20 @@ def test_invalid_input_is_refused_before_anything_is_read(export: Path, tmp_path
         done = run_command(script, *arguments)
         assert (done.status, done.err.startswith("error: ")) == (2, True), arguments
         assert message in done.err
+
+
+@pytest.mark.parametrize("script", ["scripts/check_serving", "scripts/bench/serving"])
+def test_a_target_that_vllm_does_not_serve_is_refused_before_any_weight_is_read(
+    export: Path, tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "target").mkdir()
+    config = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+    (tmp_path / "target" / "config.json").write_text(json.dumps(config))
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 3\n")  # as vLLM answers for it
+    python.chmod(0o755)
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(python))
+    done = run_command(script, export, "--target", tmp_path / "target")
+    assert done.status == 2
+    assert "does not serve Gemma3ForCausalLM with EAGLE 3" in done.err
+    assert "--engine-args model_impl=transformers" in done.err

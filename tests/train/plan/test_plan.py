@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Gemma3TextConfig
 
 from data.target.architecture import active_intermediate_size
+from data.target.served import engines
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
 from tests.recipes.headers import header_commands
@@ -173,6 +175,23 @@ def test_a_drafter_is_as_wide_as_the_experts_that_a_token_passes_through(recipe:
     assert not any("narrower" in note for note in plan.notes)
     narrow = planned(recipe, "drafter.intermediate_size=768")
     assert any("narrower" in note and str(width) in note for note in narrow.notes)
+
+
+def test_a_target_with_rope_for_each_kind_of_layer_is_planned_and_its_engine_named(tmp_path: Path) -> None:
+    config = Gemma3TextConfig(num_hidden_layers=6, architectures=["Gemma3ForCausalLM"])  # one attends to all
+    config.save_pretrained(tmp_path)
+    given = (f"target.model={tmp_path}", "data.train=none", "drafter.draft_vocab_size=null")
+    plan = planned("any_target", *given)
+    assert plan.drafter.rope_parameters["rope_theta"] == 1e6
+    assert [
+        note for note in plan.notes if note.startswith("RoPE as in the target's layers of full_attention")
+    ]
+    assert f"WARNING: {next(iter(engines()))} does not serve Gemma3ForCausalLM" in format_plan(plan)
+    windowed = planned("any_target", *given, "drafter.sliding_window=8")
+    assert windowed.drafter.rope_parameters["rope_theta"] == 1e4
+    own = planned("any_target", *given, "drafter.rope_parameters={rope_type: default, rope_theta: 7.0}")
+    assert own.drafter.rope_parameters["rope_theta"] == 7.0
+    assert not [note for note in own.notes if note.startswith("RoPE")]
 
 
 @pytest.mark.parametrize(

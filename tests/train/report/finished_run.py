@@ -166,6 +166,7 @@ def run_info() -> dict[str, Any]:
         "recipe": "quickstart",
         "target_fingerprint": "files:f00d",
         "target": "/home/someone/.cache/eagle31/embedded-3f2a91",
+        "architecture": "LlamaForCausalLM",
         "train_data": ["embedded"],
         "drafter_parameters": 1_842_944,
         "aux_layer_ids": [2, 3, 5],

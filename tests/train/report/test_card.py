@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from data.target.served import engines
 from tests.train.report.finished_run import evaluation, run_info
 from train.report.card import model_card, serve_command
 
@@ -88,3 +89,11 @@ def test_card_of_a_run_without_evaluation() -> None:
     assert '"num_speculative_tokens": 3' in card
     assert "# EAGLE 3 drafter" in card
     assert "None" not in card
+
+
+def test_the_engines_that_serve_the_target_are_named() -> None:
+    vllm, sglang = engines()
+    card = model_card(run_info() | {"architecture": "Qwen3ForCausalLM"}, {}, CONFIG)
+    assert f"`Qwen3ForCausalLM`, is in {vllm} and {sglang}; this export has the layout `vllm`." in card
+    card = model_card(run_info() | {"architecture": "Gemma3ForCausalLM"}, {}, CONFIG)
+    assert f"**Warning.** {vllm} does not serve Gemma3ForCausalLM with EAGLE 3. {sglang} does" in card

@@ -6,10 +6,11 @@ import pytest
 
 from data.capture.vllm.arguments import CaptureEngine, check_final_states
 from data.capture.vllm.client import VllmClient
-from data.capture.vllm.environment import check_engine_args
+from data.capture.vllm.environment import check_engine_args, check_served
 from data.capture.vllm.server_info import ServerInfo
 from data.generation.vllm import check_unchanged
 from data.target.architecture import from_architecture
+from data.target.loading import load_config
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from tests.data.capture.vllm.servers import INFO
@@ -68,6 +69,36 @@ def test_vllm_checks_the_arguments_without_the_weights(vllm_python: Path, tmp_pa
     engine = CaptureEngine(target, (1,), 4, positions, [], extra=given)
     with pytest.raises(UserError, match=r"vllm\.engine_args\.max_num_seqs=0: .*greater than or equal to 1"):
         check_engine_args(vllm_python, engine.plain_command_line(), given)
+
+
+@pytest.mark.parametrize(
+    ("family", "status", "refused"), [("gemma3", 3, True), ("gemma3", 0, False), ("qwen3", 3, False)]
+)
+def test_a_target_that_vllm_does_not_serve_is_refused_unless_vllm_says_otherwise(
+    family: str, status: int, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python, spec = tmp_path / "python", save_target(tmp_path / "target", family)
+    python.write_text(f"#!/bin/sh\nexit {status}\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(python))
+    if refused:
+        with pytest.raises(
+            UserError, match=r"--target=.*not serve Gemma3ForCausalLM with EAGLE 3.*Do this\."
+        ):
+            check_served("--target", spec, load_config(spec), {}, "Do this.")
+    else:
+        check_served("--target", spec, load_config(spec), {}, "Do this.")
+
+
+@pytest.mark.full("it imports vLLM twice")
+def test_vllm_says_whether_it_serves_a_target(
+    vllm_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(vllm_python))
+    spec = save_target(tmp_path, "gemma3")
+    check_served("target.model", spec, load_config(spec), {"model_impl": "transformers"}, "")
+    with pytest.raises(UserError, match=r"target\.model=.* does not serve Gemma3ForCausalLM"):
+        check_served("target.model", spec, load_config(spec), {}, "")
 
 
 @pytest.mark.parametrize(

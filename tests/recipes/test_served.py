@@ -1,0 +1,48 @@
+"""The table of what engines serve with EAGLE 3 is that of their sources, and docs/recipes.md has it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from data.target.served import engines
+from tests.recipes.served import served_architectures, sglang_architectures, table_rows
+from tests.runs.forked import ROOT
+
+SOURCES = (
+    """
+class First(Module):
+    def set_eagle3_layers_to_capture(self, ids): ...
+class FirstForCausalLM(First): ...
+class OtherForCausalLM(Module):
+    def forward(self): ...
+class FirstForCausalLMNextN(FirstForCausalLM): ...
+EntryClass = [FirstForCausalLM, OtherForCausalLM, FirstForCausalLMNextN]
+""",
+    """
+from sglang.srt.models import first
+class SecondForConditionalGeneration(first.FirstForCausalLM): ...
+class UnregisteredForCausalLM(first.FirstForCausalLM): ...
+EntryClass = SecondForConditionalGeneration
+""",
+)
+
+
+def test_methods_of_base_classes_in_other_files_are_found() -> None:
+    assert sglang_architectures(SOURCES) == ["FirstForCausalLM", "SecondForConditionalGeneration"]
+
+
+def test_the_page_has_the_table() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    for row in table_rows(engines()):
+        assert row in page
+
+
+def test_the_table_is_for_the_version_that_is_installed() -> None:
+    [version] = re.findall(r"(?m)^vllm_version=(.+)$", (ROOT / "scripts" / "setup" / "vllm").read_text())
+    assert f"vLLM {version}" in engines()
+
+
+@pytest.mark.full("imports all models of vLLM, and downloads SGLang")
+def test_the_table_is_that_of_the_engines(vllm_python: Path) -> None:
+    assert served_architectures(vllm_python) == engines()
