@@ -33,6 +33,7 @@ from data.target.checkpoint import is_hub_id
 from data.target.loading import check_attention
 from eagle31.errors import UserError
 from train.config.capture import CaptureMode, TransportKind
+from train.config.data import SELF
 from train.config.run import RunConfig, Stage, pushes, starts_vllm, uses_torchspec
 from train.config.target import EMBEDDED
 from train.config.vllm import VllmConfig
@@ -116,8 +117,7 @@ def check_named(config: RunConfig) -> None:
         UserError: the first that cannot be used.
     """
     for field, source in _sources(config).items():
-        if source != EMBEDDED:
-            _check_here(field, source)
+        _check_here(field, source)
     if config.target.model != EMBEDDED:
         spec = Target(config.target).spec
         _ = spec.torch_dtype
@@ -275,17 +275,15 @@ def _plan(config: RunConfig) -> Iterator[Check]:
 
 
 def _sources(config: RunConfig) -> dict[str, str]:
-    """Return where data and a given store come from, by field."""
+    """Return where data and a given store come from that are not made here, by field."""
     data = config.data
     given = {"data.train": data.train, "data.eval": data.eval, "capture.store": config.capture.store}
     given |= {f"data.sources.{name}": one.source for name, one in data.sources.items()}
-    return {field: source for field, source in given.items() if source is not None}
+    return {field: source for field, source in given.items() if source not in (None, EMBEDDED, SELF)}
 
 
 def _check_source(field: str, source: str) -> None:
     """Raise UserError if a source is not here and cannot be downloaded."""
-    if source == EMBEDDED:
-        return
     here = _check_here(field, source)
     if is_url(source):
         check_protocol(source)
