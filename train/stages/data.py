@@ -26,7 +26,7 @@ from data.conversations.workers import isolated
 from data.generation.answers import AnswerGenerator
 from data.generation.hf import transformers_generator
 from data.generation.regenerate import regenerate
-from data.generation.self_prompts import UserTurn, user_messages, user_turn, write_self_prompts
+from data.generation.self_prompts import UserTurn, user_turn, write_self_prompts
 from data.generation.vllm import VllmGenerator
 from data.sampling import Sampling
 from data.target.tokenizer import check_ids, tokenizer_fingerprint
@@ -39,6 +39,7 @@ from train.config.target import TargetEngine
 from train.context import RunContext
 from train.engines.inputs import completion_inputs
 from train.stages.sources import (
+    Located,
     evaluation_source,
     mixture_of,
     share_inputs,
@@ -122,7 +123,6 @@ def _user_turn(context: RunContext) -> UserTurn:
 def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     """Read, hold prompts out, render and tokenize, into `train/`, token counts and `held_out.json`."""
     data = context.config.data
-    _try_rendering(data, context.target)
     if data.train == SELF and not (directory / SELF_PROMPTS).exists():
         _write_self_prompts(context, directory / SELF_PROMPTS)
 
@@ -130,6 +130,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
         own = source == SELF
         return str(directory / SELF_PROMPTS) if own else context.target.located(source, evaluation)
 
+    _try_rendering(data, context.target, located)
     num_workers = len(os.sched_getaffinity(0))
     read = mix(mixture_of(context.config, located), directory, num_workers)
     conversations, summary = read.training, read.summary
@@ -194,10 +195,11 @@ def _choose(directory: Path, limit: int | None, seed: int, vocab_size: int) -> N
     shutil.rmtree(directory / _TOKENIZED)
 
 
-def _try_rendering(data: DataConfig, target: Target) -> None:
+def _try_rendering(data: DataConfig, target: Target, located: Located) -> None:
     """Try the template on the first conversations; reading all of them can take long."""
+    first, *_ = training_sources(data, located).values()
     note = try_rendering(
-        _first_conversations(data, target),
+        first.reader(),
         target.tokenizer,
         turns=data.turns,
         template_kwargs=target.template_kwargs,
@@ -206,14 +208,6 @@ def _try_rendering(data: DataConfig, target: Target) -> None:
     )
     if note is not None:
         print(f"data: {note}", flush=True)
-
-
-def _first_conversations(data: DataConfig, target: Target) -> Iterable[Conversation]:
-    if data.train == SELF:  # an example of what there will be
-        messages = [*user_messages("Hello", data.self_prompts.system_prompt)]
-        return [Conversation("example", (*messages, {"role": "assistant", "content": "Hello"}))]
-    first, *_ = training_sources(data, target.located).values()
-    return first.reader()
 
 
 def _write_self_prompts(context: RunContext, output: Path) -> None:

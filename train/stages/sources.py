@@ -1,6 +1,7 @@
 """A run's sources of conversations by name, and what its data depends on because of them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ Located = Callable[[str, bool], str]
 
 def training_sources(data: DataConfig, located: Located) -> dict[str, Source]:
     """Return the sources of training conversations by name; a single one is called data.train."""
+    if data.train == SELF:  # the columns are those of data.eval
+        data = replace(data, prompt_column=None, response_column=None)
     if data.train is not None:
-        columns = (None, None) if data.train == SELF else (data.prompt_column, data.response_column)
+        columns = (data.prompt_column, data.response_column)
         return {TRAIN: Source(located(data.train, False), TRAIN, data.split, data.subset, *columns)}
     found = {}
     for name, one in data.sources.items():
