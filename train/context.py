@@ -10,6 +10,7 @@ from train.config.capture import CaptureSource
 from train.config.run import RunConfig, Stage
 from train.distributed import World
 from train.drafter.chosen import ChosenDrafter
+from train.drafter.shape import fitted
 from train.engines.servers import CapturedTarget, RunServers, ServerSettings, server_settings
 from train.engines.torchspec import TorchSpecEngines
 from train.plan.placement import ServerPlacement, cluster_at_hand
@@ -39,7 +40,8 @@ class RunContext:
 
     @cached_property
     def drafter(self) -> ChosenDrafter:
-        return ChosenDrafter(self.config.drafter, self.target, announced=self.world.is_main)
+        shape = fitted(self.config.drafter, self.target.parts.vocab_size)
+        return ChosenDrafter(shape, self.target, announced=self.world.is_main)
 
     @property
     def captured_target(self) -> CapturedTarget:

@@ -12,7 +12,7 @@ import numpy as np
 from datasketch import LeanMinHash, MinHash, MinHashLSH
 from numpy.typing import NDArray
 
-from data.conversations.schemas import Conversation, Conversations
+from data.conversations.schemas import SYSTEM_ROLES, Conversation, Conversations
 from data.conversations.workers import map_in_order
 from data.progress import Progress
 
@@ -65,7 +65,7 @@ def _hashes(conversations: Conversations, with_answers: bool, indices: range) ->
 
 
 def _text(conversation: Conversation, with_answers: bool) -> str:
-    left_out = ("system", "developer") if with_answers else ("system", "developer", "assistant")
+    left_out = SYSTEM_ROLES if with_answers else (*SYSTEM_ROLES, "assistant")
     return "\n".join(m["content"] for m in conversation.messages if m["role"] not in left_out)
 
 

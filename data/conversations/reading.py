@@ -13,6 +13,8 @@ import fsspec
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
 from data.conversations.schemas import (
+    NO_ANSWER,
+    REGENERATE,
     Columns,
     Conversation,
     MalformedRow,
@@ -26,7 +28,8 @@ from data.hub import check_hub
 from eagle31.errors import UserError
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_SUFFIXES = (".jsonl", ".json", ".ndjson", *_DELIMITERS, ".parquet")
+_LINES = ".txt"
+_SUFFIXES = (".jsonl", ".json", ".ndjson", *_DELIMITERS, _LINES, ".parquet")
 _COMPRESSIONS = (".gz", ".bz2", ".xz")
 _MAX_FIELD_CHARACTERS = 1 << 27  # of a CSV file; the default is 128 KiB, which a long answer exceeds
 _NUM_SHOWN, _SHOWN_CHARACTERS = 5, 300
@@ -39,16 +42,17 @@ class Source:
 
     The schema is determined from the first row: `messages` (OpenAI), `conversations` (ShareGPT), or a prompt
     and a response column (prompt/response, instruction/output, question/answer, or the two given names).
+    Without answers it is the prompt column alone, or `turns`.
 
     Args:
-        location: a .jsonl, .json, .csv, .tsv or .parquet file, the text ones also compressed (.gz, .bz2,
-            .xz), a directory written by `datasets.save_to_disk`, or a hub id.
+        location: a .jsonl, .json, .csv, .tsv, .txt (a prompt per line) or .parquet file, the text ones also
+            compressed (.gz, .bz2, .xz), a directory written by `datasets.save_to_disk`, or a hub id.
         field: the recipe's name for `location`, for error messages.
         split: the split of a hub data set or a saved DatasetDict; files have none.
         subset: the subset of a hub data set that has several.
         prompt_column: the column of the user's text; None: it is found by name.
         response_column: the column of the assistant's text; None: it is found by name.
-        require_answer: if false, prompts without an answer are read too, such as MT-Bench's `turns`.
+        require_answer: if false, prompts without an answer are read too.
     """
 
     location: str
@@ -153,8 +157,9 @@ class ConversationReader:
                 remedy += f", and {len(self.image_prompts)} have an image before their first answer"
             if self.num_conversations:
                 remedy += f", more than {self._max_malformed_fraction:.0%}"
-            remedy += ". Correct them. The first reasons:"
             left_out = self.malformed or self.image_prompts
+            lacks_answers = any(reason.endswith(NO_ANSWER) for _, reason in left_out)
+            remedy += f". Correct them{f', or {REGENERATE}' if lacks_answers else ''}. The first reasons:"
             raise UserError(self.source.field, self.source.location, remedy + first_reasons(left_out))
 
 
@@ -222,10 +227,14 @@ def _rows(source: Source) -> Iterator[tuple[str, Any]]:
             # A byte that is not UTF-8 becomes a character that no text may have, in its row alone.
             options = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
             with fsspec.open(str(path), "rt", compression="infer", **options) as stream:
-                delimiter = _DELIMITERS.get(_suffix(path))
-                yield from (
-                    _json_rows(path, stream) if delimiter is None else _csv_rows(path, stream, delimiter)
-                )
+                suffix = _suffix(path)
+                if suffix == _LINES:
+                    lines = ((number, line.strip()) for number, line in enumerate(stream, start=1))
+                    yield from ((f"{path}:{number}", {"prompt": line}) for number, line in lines if line)
+                elif suffix in _DELIMITERS:
+                    yield from _csv_rows(path, stream, _DELIMITERS[suffix])
+                else:
+                    yield from _json_rows(path, stream)
             return
         if path.is_file():
             found: Any = load_dataset("parquet", data_files=str(path), split="train", streaming=True)

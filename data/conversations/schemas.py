@@ -13,7 +13,8 @@ from eagle31.errors import UserError
 
 _SHOWN_CHARACTERS, _SHOWN_NAMES = 80, 40
 MAX_CHARACTERS = 1 << 23  # of a conversation: more than 2,000,000 tokens of English
-_ROLES = {"system", "developer", "user", "assistant", "tool"}
+SYSTEM_ROLES = ("system", "developer")
+_ROLES = {*SYSTEM_ROLES, "user", "assistant", "tool"}
 _SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -26,6 +27,9 @@ _SHAREGPT_ROLES = {
 }
 _MEDIA = ("image", "video", "audio")  # in the type of a content part
 _PAIRS = (("prompt", "response"), ("instruction", "output"), ("question", "answer"))
+_PROMPTS = ("turns", *(prompt for prompt, _ in _PAIRS))
+NO_ANSWER = "there is no assistant turn"
+REGENERATE = "set data.regenerate.enabled=true, with which the target writes the answers"
 
 Messages = list[dict[str, Any]]
 Schema = Callable[[dict[str, Any]], Messages]
@@ -72,22 +76,28 @@ def find_schema(
     found = f"The columns are {listed(row)}." if row else "The first row has no columns."
     group = field.removesuffix(".source") if field.endswith(".source") else "data"
     names = f"{group}.prompt_column and {group}.response_column"
+    no_answers = (
+        f"It has prompts without answers: {REGENERATE}, or give answers too, in the columns that {names} "
+        f"name. {found}"
+    )
     prompt, response = columns.prompt, columns.response
     missing = sorted({one for one in (prompt, response) if one is not None and one not in row})
     if prompt is not None or response is not None:
-        if prompt is None or (response is None and require_answer):
+        if prompt is None:
             raise UserError(field, source, f"Name both {names}. {found}")
         if missing:
             raise UserError(field, source, f"There is no column {', '.join(missing)}. {found}")
+        if response is None and require_answer:
+            raise UserError(field, source, no_answers)
         return partial(_from_pair, prompt, None, response)
     for column in ("messages", "conversations"):
         if column in row:
             return partial(_from_list, column)
-    if not require_answer and "turns" in row:
-        return _from_turns
-    pairs = [(prompt, answer) for prompt, answer in _PAIRS if prompt in row and answer in row]
-    if not pairs and not require_answer:
-        pairs = [(prompt, answer) for prompt, answer in _PAIRS if prompt in row]
+    pairs: list[tuple[str, str | None]] = [pair for pair in _PAIRS if row.keys() >= set(pair)]
+    if not pairs:
+        pairs = [(prompt, None) for prompt in _PROMPTS if prompt in row]
+        if pairs and require_answer:
+            raise UserError(field, source, no_answers)
     if len(pairs) == 1:
         [(prompt, response)] = pairs
         return partial(_from_pair, prompt, "input" if prompt == "instruction" else None, response)
@@ -96,17 +106,26 @@ def find_schema(
         source,
         f"{'Several schemas fit' if pairs else 'No known schema fits'}. {found} The known schemas are "
         "messages (role, content), conversations (from, value) and two text columns, which "
-        f"{names} name.",
+        f"{names} name." + ("" if require_answer else f" For prompts alone, name {group}.prompt_column."),
     )
 
 
 def _from_pair(prompt: str, further: str | None, response: str | None, row: dict[str, Any]) -> Messages:
     if prompt not in row:
         raise MalformedRow(f"there is no {prompt}")
-    messages = [{"role": "user", "content": _with_input(row[prompt], further and row.get(further))}]
-    if response is not None and row.get(response) is not None:
+    messages = _asked(_with_input(row[prompt], further and row.get(further)))
+    if response is not None and row.get(response) not in (None, ""):
         messages.append({"role": "assistant", "content": row[response]})
     return messages
+
+
+def _asked(prompt: Any) -> Messages:
+    """Return the messages of a prompt: a text, several of the user, as MT-Bench has them, or messages."""
+    parts = prompt if isinstance(prompt, list) else [prompt]
+    if all(isinstance(part, dict) and ("role" in part or "from" in part) for part in parts):
+        return [_role_and_content(part) for part in parts]
+    turns = parts if all(isinstance(part, str) for part in parts) else [prompt]
+    return [{"role": "user", "content": turn} for turn in turns]
 
 
 def _with_input(prompt: Any, further: Any) -> Any:
@@ -115,13 +134,6 @@ def _with_input(prompt: Any, further: Any) -> Any:
         return prompt
     text = _text(further)
     return f"{_text(prompt)}\n\n{text}" if text.strip() else prompt
-
-
-def _from_turns(row: dict[str, Any]) -> Messages:
-    turns = row.get("turns")
-    if not isinstance(turns, list):
-        raise MalformedRow(f"turns is {_type_name(turns)}, not a list")
-    return [{"role": "user", "content": turn} for turn in turns]
 
 
 def _from_list(column: str, row: dict[str, Any]) -> Messages:
@@ -169,7 +181,7 @@ def to_conversation(row: dict[str, Any], messages: Messages, require_answer: boo
     checked = tuple(_checked(message) for message in messages)
     roles = [message["role"] for message in checked]
     if require_answer and "assistant" not in roles:
-        raise MalformedRow("there is no assistant turn")
+        raise MalformedRow(NO_ANSWER)
     if "user" not in roles or ("assistant" in roles and roles.index("assistant") < roles.index("user")):
         raise MalformedRow("there is no user message before the first assistant turn")
     tools = _tools(row.get("tools"))

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.conversations.choices import Turns
 from data.conversations.masks import render
-from data.conversations.prompts import unprompted_header
+from data.conversations.prompts import prompt_messages, render_prompt, unprompted_header
 from data.conversations.schemas import Conversation
 from data.conversations.template import TemplateRefused, surviving
 from data.conversations.workers import isolated
@@ -22,7 +22,7 @@ def try_rendering(
     conversations: Iterable[Conversation],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    turns: Turns,
+    turns: Turns | None,
     template_kwargs: Mapping[str, Any],
     eos_token_ids: Collection[int],
     vocab_size: int,
@@ -32,6 +32,7 @@ def try_rendering(
     This is done in another process, which a template that computes without end does not outlive.
 
     Args:
+        turns: None renders only the prompts, whose answers the target will write.
         vocab_size: of the target.
 
     Raises:
@@ -48,7 +49,7 @@ def try_rendering(
 def _try_conversations(
     first: Sequence[Conversation],
     tokenizer: PreTrainedTokenizerBase,
-    turns: Turns,
+    turns: Turns | None,
     template_kwargs: Mapping[str, Any],
     eos_token_ids: Collection[int],
     vocab_size: int,
@@ -56,19 +57,24 @@ def _try_conversations(
     refusals = []
     for conversation in first:
         try:
-            samples = render(
-                tokenizer,
-                conversation,
-                turns=turns,
-                template_kwargs=template_kwargs,
-                eos_token_ids=eos_token_ids,
-            )
+            if turns is None:
+                messages, tools = prompt_messages(conversation), conversation.tools
+                rendered = [render_prompt(tokenizer, messages, tools, template_kwargs)]
+            else:
+                samples = render(
+                    tokenizer,
+                    conversation,
+                    turns=turns,
+                    template_kwargs=template_kwargs,
+                    eos_token_ids=eos_token_ids,
+                )
+                rendered = [sample.input_ids for sample in samples]
             header = unprompted_header(tokenizer, conversation, template_kwargs)
         except TemplateRefused as refused:
             refusals.append(refused)
             continue
-        for sample in samples:
-            check_ids(tokenizer, sample.input_ids, vocab_size)
+        for ids in rendered:
+            check_ids(tokenizer, ids, vocab_size)
         if header is not None:
             return (
                 "the chat template ignores add_generation_prompt, so that the loss mask includes what it "

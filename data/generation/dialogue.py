@@ -1,4 +1,4 @@
-"""A conversation whose assistant turns the target writes again.
+"""A conversation whose assistant turns the target writes again, or in place of those that are missing.
 
 What it wrote becomes a message for its chat template: reasoning, text and tool calls. The template decides
 what a completion means: what it writes around the reasoning and the content of an example is looked for in
@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations.prompts import render_prompt, render_text
+from data.conversations.prompts import render_prompt, render_text, with_missing_answers
 from data.conversations.schemas import Conversation
 from data.conversations.template import TemplateRefused, decode
 
@@ -34,10 +34,11 @@ _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # templates re
 class Regenerated:
     """The prompts of a conversation's assistant turns, each with the target's earlier completions.
 
-    It ends after the last turn; where a prompt leaves no room for two tokens; where the template refuses;
-    after a completion that is empty, has no end, repeats itself, or cannot be part of a prompt as it is; and
-    where recorded messages do not fit what the target wrote: the results of tool calls that it did not make,
-    or no results of calls that it made.
+    Each message of the user that has no answer gets a turn too. The conversation ends after the last turn;
+    where a prompt leaves no room for two tokens; where the template refuses; after a completion that is
+    empty, has no end, repeats itself, or cannot be part of a prompt as it is; and where recorded messages do
+    not fit what the target wrote: the results of tool calls that it did not make, or no results of calls that
+    it made.
 
     Args:
         stop_token_ids: the tokens that end a completion.
@@ -63,13 +64,14 @@ class Regenerated:
         self._template_kwargs = template_kwargs
         self._stop_token_ids, self._max_tokens = stop_token_ids, max_tokens
         self._on_refused = on_refused
+        self._messages = with_missing_answers(conversation.messages)
         self._position = 0
         self._history: list[dict[str, Any]] = []
         self._prompt: Sequence[int] = ()
 
     def next_prompt(self) -> Sequence[int] | None:
         """Return the token ids up to the next assistant turn, or None at the end."""
-        messages = self.conversation.messages
+        messages = self._messages
         while self._position < len(messages) and messages[self._position]["role"] != "assistant":
             self._history.append(dict(messages[self._position]))
             self._position += 1
@@ -103,7 +105,7 @@ class Regenerated:
         if repeats_itself(ids, self._stop_token_ids):
             self._end(REPEATED)
             return
-        messages = self.conversation.messages
+        messages = self._messages
         recorded = messages[self._position]
         self._position += 1
         if all(message["role"] != "assistant" for message in messages[self._position :]):
@@ -131,7 +133,7 @@ class Regenerated:
 
     def _end(self, reason: str | None = None) -> None:
         self.ended = reason
-        self._position = len(self.conversation.messages)
+        self._position = len(self._messages)
 
 
 def repeats_itself(ids: Sequence[int], stop_token_ids: Collection[int]) -> bool:

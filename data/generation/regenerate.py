@@ -11,6 +11,7 @@ import pyarrow as pa
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
+from data.conversations.prompts import with_missing_answers
 from data.conversations.schemas import Conversation
 from data.conversations.template import has_markers
 from data.conversations.tokenize import SAMPLE_SCHEMA, check_refused, print_markers
@@ -41,7 +42,9 @@ def regenerate(
     block_turns: int = BLOCK_TURNS,
     progress: bool = False,
 ) -> Dataset:
-    """Replace the assistant turns one by one; each prompt contains the target's earlier completions.
+    """Write the assistant turns one by one, those that are missing too.
+
+    Each prompt contains the target's earlier completions.
 
     Conversations are answered in blocks, whose samples go to disk, so that the memory does not depend on
     their number. A block begins before the last conversations of the one before it have ended.
@@ -159,4 +162,4 @@ def _take_turns(conversations: Iterator[Conversation], num_turns: float) -> list
 
 
 def _num_turns(conversation: Conversation) -> int:
-    return sum(message["role"] == "assistant" for message in conversation.messages)
+    return sum(message["role"] == "assistant" for message in with_missing_answers(conversation.messages))

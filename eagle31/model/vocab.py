@@ -30,20 +30,17 @@ def build_draft_vocab(
 
     Args:
         token_counts: int64 [V], occurrences among the tokens that the loss mask selects.
-        draft_vocab_size: None keeps the full vocabulary.
+        draft_vocab_size: at most V; None keeps the full vocabulary.
 
     Raises:
-        UserError: the size leaves no room for the special tokens, or exceeds the target's vocabulary.
+        UserError: the size leaves no room for other tokens than the special ones.
     """
     vocab_size = token_counts.shape[0]
     size = vocab_size if draft_vocab_size is None else draft_vocab_size
     special = sorted({i for i in special_token_ids if 0 <= i < vocab_size})
-    if not len(special) < size <= vocab_size:
-        raise UserError(
-            "drafter.draft_vocab_size",
-            draft_vocab_size,
-            f"It must be more than the {len(special)} special tokens and at most the target's {vocab_size}.",
-        )
+    if size <= len(special):
+        remedy = f"It must be more than the {len(special)} special tokens."
+        raise UserError("drafter.draft_vocab_size", draft_vocab_size, remedy)
     ranked = token_counts.clone()
     ranked[special] = torch.iinfo(torch.int64).max
     chosen = torch.sort(ranked, descending=True, stable=True).indices[:size].sort().values

@@ -39,6 +39,18 @@ def test_a_sample_is_printed_in_brackets(tmp_path: Path, target: Path) -> None:
         assert line in done.out
 
 
+def test_of_prompts_alone_the_first_one_is_shown(tmp_path: Path, target: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"turns": ["what is two", "and three"]}')
+    given = ("data.jsonl", "--tokenizer", target)
+    done = run_command(SCRIPT, *given, "--regenerate", directory=tmp_path)
+    assert done.status == 0, done.err
+    assert done.out.startswith("<|im_start|>user\nwhat is two<|im_end|>\n<|im_start|>assistant\n\n")
+    assert "mask: the target's answers, 2 turns" in done.out
+    refused = run_command(SCRIPT, *given, directory=tmp_path)
+    assert refused.status == 2
+    assert "set --regenerate, with which the target writes the answers" in refused.err
+
+
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [

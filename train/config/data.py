@@ -16,7 +16,9 @@ SELF = "self"  # data.train: prompts that the target writes
 class RegenerateConfig:
     """Replacement of the assistant's turns by completions that the target writes itself."""
 
-    enabled: bool = setting(False, "Whether the assistant's turns are replaced.")
+    enabled: bool = setting(
+        False, "Whether the assistant's turns are replaced. Prompts without answers are answered too."
+    )
     max_new_tokens: int = setting(512, "Length limit of a turn, in tokens.", ge=1)
     temperature: float | None = setting(
         None,
@@ -57,7 +59,9 @@ class SourceConfig:
     split: str = setting("train", "Split of a Hub dataset.")
     subset: str | None = setting(None, "Subset of a Hub dataset that has several.")
     prompt_column: str | None = setting(None, "Column of the user's text. null: found by name.")
-    response_column: str | None = setting(None, "Column of the assistant's text. null: found by name.")
+    response_column: str | None = setting(
+        None, "Column of the assistant's text. null: found by name, or none with prompt_column alone."
+    )
     weight: float | None = setting(
         None,
         "Share of the training conversations, relative to the weights of the other sources. Either all "
@@ -75,9 +79,9 @@ class DataConfig:
 
     train: str | None = setting(
         MISSING,
-        'Training conversations: JSONL, JSON, CSV or Parquet file, or Hub id of a dataset. "embedded": '
-        'those of the embedded target. "self": prompts that the target writes itself, for data.regenerate. '
-        "null: those of data.sources.",
+        "Training conversations, or prompts alone with data.regenerate.enabled: JSONL, JSON, CSV, Parquet or "
+        'text file, or Hub id of a dataset. "embedded": those of the embedded target. "self": prompts that '
+        "the target writes itself, for data.regenerate. null: those of data.sources.",
     )
     sources: dict[str, SourceConfig] = setting(
         {}, "Several sources of training conversations, by name, in place of data.train."
@@ -89,7 +93,9 @@ class DataConfig:
     split: str = setting("train", "Split of a Hub dataset in data.train.")
     eval_split: str = setting("test", "Split of a Hub dataset in data.eval.")
     prompt_column: str | None = setting(None, "Column of the user's text. null: found by name.")
-    response_column: str | None = setting(None, "Column of the assistant's text. null: found by name.")
+    response_column: str | None = setting(
+        None, "Column of the assistant's text. null: found by name, or none with prompt_column alone."
+    )
     near_duplicates: float | None = setting(
         None,
         "Similarity from which a conversation is a near-duplicate of an earlier one and left out: the "

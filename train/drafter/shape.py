@@ -1,5 +1,6 @@
 """The drafter's complete shape, from the recipe and the target's config."""
 
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -10,6 +11,12 @@ from eagle31.model.attention import AttentionShape
 from eagle31.model.config import ATTENTIONS, DrafterConfig
 from train.config.drafter import Attention, DrafterShape
 from train.config.run import RunConfig
+
+
+def fitted(shape: DrafterShape, vocab_size: int) -> DrafterShape:
+    """Return the recipe's shape, with null for a draft vocabulary that is not smaller than the target's."""
+    smaller = (shape.draft_vocab_size or vocab_size) < vocab_size
+    return shape if smaller else replace(shape, draft_vocab_size=None)
 
 
 def complete_shape(

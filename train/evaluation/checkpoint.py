@@ -16,7 +16,7 @@ from data.capture.hf import HiddenStateCapture, check_head
 from data.conversations.choices import parse_template_kwargs
 from data.conversations.held_out import choose_prompts
 from data.conversations.perturbation import PromptSetting
-from data.conversations.prompts import render_prompt
+from data.conversations.prompts import prompt_messages, render_prompt
 from data.conversations.schemas import Conversation
 from data.progress import tracked
 from data.sampling import Sampling
@@ -47,7 +47,6 @@ from train.evaluation.matrix import (
     complete_cells,
     matrix_result,
     parse_sources,
-    prompt_messages,
     prompt_source,
     render_cells,
 )

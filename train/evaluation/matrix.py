@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.conversations.held_out import choose_prompts, prompt_hashes
 from data.conversations.perturbation import SYSTEM_PROMPTS, TEMPLATES, UNCHANGED, PromptSetting, check_setting
-from data.conversations.prompts import prompt_ids
+from data.conversations.prompts import prompt_ids, prompt_messages
 from data.conversations.reading import Source
 from data.conversations.schemas import Conversation
 from data.samples import CapturedSample
@@ -201,21 +201,6 @@ def complete_cells(
             names, of_cell, written = zip(*kept, strict=True)
             found.append(replace(cell, prompt_ids=names, prompts=of_cell, completions=written))
     return found
-
-
-def prompt_messages(conversation: Conversation) -> list[dict[str, Any]]:
-    """Return the messages up to the turn that the target writes.
-
-    That is the last assistant turn. Where users' turns follow each other, as in MT-Bench, whose second turn
-    refers to an answer, it is the first one.
-    """
-    messages = list(conversation.messages)
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    for index in range(1, len(messages)):
-        if messages[index - 1]["role"] == messages[index]["role"] == "user":
-            return messages[:index]
-    return messages
 
 
 def _text_of(conversation: Conversation) -> str:

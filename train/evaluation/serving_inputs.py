@@ -15,7 +15,7 @@ import torch
 from datasets import load_from_disk
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations.prompts import render_prompt
+from data.conversations.prompts import prompt_messages, render_prompt
 from data.conversations.reading import Source
 from data.target.parts import TargetParts, load_target_parts
 from data.target.spec import TargetSpec
@@ -25,7 +25,6 @@ from eagle31.export.layouts import Layout, layout_of, read_raw_config
 from eagle31.export.published_config import read_config
 from eagle31.model.config import DrafterConfig
 from train.engines.serving import EngineSpec, draft_room
-from train.evaluation.matrix import prompt_messages
 
 Prompts = list[list[int]]
 DTYPES = ("auto", "float32", "bfloat16", "float16")

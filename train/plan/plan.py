@@ -239,6 +239,12 @@ def _notes(sizes: RunSizes, here: bool) -> Iterator[str]:
     config, drafter = sizes.config, sizes.drafter
     if config.drafter.init_from is not None:
         yield "drafter.init_from is not read for the plan; its checkpoint may change the drafter's shape"
+    given = config.drafter.draft_vocab_size
+    if given is not None and given >= drafter.vocab_size and config.drafter.init_from is None:
+        yield (
+            f"drafter.draft_vocab_size={given} is not less than the target's vocabulary of "
+            f"{drafter.vocab_size}, so that the drafter has all of it"
+        )
     if not here:
         yield "planned for other machines: the space on this one's disks is not looked at"
     active = active_intermediate_size(sizes.target_config)

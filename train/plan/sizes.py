@@ -12,7 +12,7 @@ from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from train.config.run import RunConfig
 from train.config.training import Optimizer, Precision
-from train.drafter.shape import check_positions, complete_shape
+from train.drafter.shape import check_positions, complete_shape, fitted
 from train.plan.memory import TrainerMemory, TrainerSettings, trainer_memory, worst_counts
 from train.plan.target import (
     Parallelism,
@@ -44,7 +44,8 @@ class RunSizes:
 
     @cached_property
     def drafter(self) -> DrafterConfig:
-        shape, text = self.config.drafter, self.target_config.get_text_config()
+        text = self.target_config.get_text_config()
+        shape = fitted(self.config.drafter, text.vocab_size)
         ids = shape.aux_layer_ids
         if ids is None:
             aux_layer_ids = default_aux_layer_ids(text.num_hidden_layers)

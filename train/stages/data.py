@@ -17,7 +17,7 @@ from datasets import Dataset, load_from_disk
 from data.conversations.augmentation import AugmentedConversations
 from data.conversations.mixing import mix, print_left_out, remove_tables
 from data.conversations.perturbation import template_source
-from data.conversations.prompts import render_prompt
+from data.conversations.prompts import prompt_messages, render_prompt
 from data.conversations.schemas import Conversation, Conversations
 from data.conversations.template import TemplateRefused, surviving
 from data.conversations.tokenize import Enough, check_refused, tokenize
@@ -196,17 +196,19 @@ def _choose(directory: Path, limit: int | None, seed: int, vocab_size: int) -> N
 
 
 def _try_rendering(data: DataConfig, target: Target, located: Located) -> None:
-    """Try the template on the first conversations; reading all of them can take long."""
-    first, *_ = training_sources(data, located).values()
-    note = try_rendering(
-        first.reader(),
-        target.tokenizer,
-        turns=data.turns,
-        template_kwargs=target.template_kwargs,
-        eos_token_ids=target.eos_token_ids,
-        vocab_size=target.parts.vocab_size,
-    )
-    if note is not None:
+    """Try the template on the first conversations of each source; reading all of them can take long."""
+    notes = {
+        try_rendering(
+            source.reader(),
+            target.tokenizer,
+            turns=None if data.regenerate.enabled else data.turns,
+            template_kwargs=target.template_kwargs,
+            eos_token_ids=target.eos_token_ids,
+            vocab_size=target.parts.vocab_size,
+        )
+        for source in training_sources(data, located).values()
+    }
+    for note in notes - {None}:
         print(f"data: {note}", flush=True)
 
 
@@ -242,14 +244,12 @@ def _print_refused(refused: Sequence[tuple[str, str]]) -> None:
 def _held_out_prompts(
     config: RunConfig, target: Target, held_out: list[Conversation]
 ) -> dict[str, list[dict]]:
-    """Return token ids up to the last assistant turn, divided between validation and test."""
+    """Return token ids up to the turn that the target writes, divided between validation and test."""
     data, room = config.data, _prompt_room(config)
     rendered = []
     refusals: list[tuple[str, str]] = []
     for conversation in held_out:
-        messages = list(conversation.messages)
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
+        messages = prompt_messages(conversation)
         try:
             ids = render_prompt(target.tokenizer, messages, conversation.tools, target.template_kwargs)
         except TemplateRefused as refused:
@@ -297,8 +297,7 @@ def _check_templates(data: DataConfig, target: Target, example: Conversation) ->
     Raises:
         UserError: a template raises.
     """
-    last_answer = max(i for i, message in enumerate(example.messages) if message["role"] == "assistant")
-    prompt = example.messages[:last_answer]
+    prompt = prompt_messages(example)
     for name in OTHER_TEMPLATES:
         try:
             render_prompt(target.tokenizer, prompt, example.tools, target.template_kwargs, name)

@@ -8,7 +8,7 @@ from typing import Any
 from data.conversations.mixing import Mixture, Share
 from data.conversations.reading import Source
 from train.config.compose import CHECKOUT
-from train.config.data import SELF, DataConfig
+from train.config.data import SELF, DataConfig, SourceConfig
 from train.config.run import RunConfig
 from train.evaluation.matrix import parse_sources, prompt_source
 
@@ -22,15 +22,23 @@ def training_sources(data: DataConfig, located: Located) -> dict[str, Source]:
     """Return the sources of training conversations by name; a single one is called data.train."""
     if data.train == SELF:  # the columns are those of data.eval
         data = replace(data, prompt_column=None, response_column=None)
+
+    def source(location: str, field: str, one: DataConfig | SourceConfig) -> Source:
+        return Source(
+            located(location, False),
+            field,
+            one.split,
+            one.subset,
+            one.prompt_column,
+            one.response_column,
+            require_answer=not data.regenerate.enabled,
+        )
+
     if data.train is not None:
-        columns = (data.prompt_column, data.response_column)
-        return {TRAIN: Source(located(data.train, False), TRAIN, data.split, data.subset, *columns)}
-    found = {}
-    for name, one in data.sources.items():
-        columns = (one.prompt_column, one.response_column)
-        field = f"data.sources.{name}.source"
-        found[name] = Source(located(one.source, False), field, one.split, one.subset, *columns)
-    return found
+        return {TRAIN: source(data.train, TRAIN, data)}
+    return {
+        name: source(one.source, f"data.sources.{name}.source", one) for name, one in data.sources.items()
+    }
 
 
 def evaluation_source(data: DataConfig, located: Located) -> Source | None:
@@ -83,9 +91,9 @@ def source_inputs(config: RunConfig, located: Located, written: dict[str, Any] |
         found = sources[TRAIN].fingerprint()
     else:
         found = {name: [one.fingerprint(), *one.columns] for name, one in sources.items()}
-    screening: dict[str, Any] = {}
+    screening: dict[str, Any] = {"regenerated": True} if data.regenerate.enabled else {}
     if data.near_duplicates is not None:
-        screening["near_duplicates"] = [data.near_duplicates, not data.regenerate.enabled]
+        screening["near_duplicates"] = data.near_duplicates
     if sets := evaluation_sets(data):
         screening["evaluation_sets"] = {name: [one.fingerprint(), *one.columns] for name, one in sets.items()}
     return {"sources": found} | screening if screening else found

@@ -21,7 +21,7 @@ from train.stages.training.continuing import VOCAB, kept_vocab
 def vocab_inputs(context: RunContext) -> dict[str, Any]:
     inputs: dict[str, Any] = {
         "data": context.artifacts[Stage.data].key,
-        "draft_vocab_size": context.config.drafter.draft_vocab_size,
+        "draft_vocab_size": context.drafter.settings.draft_vocab_size,
     }
     if context.drafter.initial_fingerprint is not None:
         inputs["init_from"] = context.drafter.initial_fingerprint
@@ -49,8 +49,7 @@ def run_vocab(context: RunContext, directory: Path) -> dict[str, Any]:
     elif context.drafter.initial is not None:
         vocab = starting_vocab(context.drafter.initial, counts)
     else:
-        size = context.config.drafter.draft_vocab_size
-        vocab = build_draft_vocab(counts, size, special)
+        vocab = build_draft_vocab(counts, context.drafter.settings.draft_vocab_size, special)
     tensors = {"d2t": vocab.d2t, "t2d": vocab.t2d}
     if projects(context.drafter):
         width = context.config.drafter.hidden_size

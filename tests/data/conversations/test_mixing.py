@@ -129,9 +129,10 @@ def test_near_duplicates_and_evaluation_prompts_are_left_out_counted_and_named(t
         {"id": "a14", "source": "data.train", "evaluation_set": "data.eval"},
     ]
     # Off, they leave no trace in what the data depends on.
-    assert isinstance(inputs(tmp_path, *settings)[0], str)
+    assert inputs(tmp_path, *settings)[0].keys() == {"sources", "regenerated"}
+    assert isinstance(inputs(tmp_path, *settings, "data.regenerate.enabled=false")[0], str)
     traces = inputs(tmp_path, *settings, *on)[0]
-    assert traces["near_duplicates"][0] == 0.7
+    assert traces["near_duplicates"] == 0.7
     assert len(traces["evaluation_sets"]) == 2
 
 

@@ -51,6 +51,17 @@ def test_compressed_files_are_read(tmp_path: Path) -> None:
         contents(path)
 
 
+def test_a_text_file_has_a_prompt_on_each_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt.gz"
+    lines = "\ufefffirst\n\n  \r\n second one \r\n\u2028third\n".encode() + b"\xff\n"
+    path.write_bytes(gzip.compress(lines))
+    reader = Source(str(path), require_answer=False).reader(max_malformed_fraction=0.3)
+    assert [one.messages for one in reader] == [
+        ({"role": "user", "content": text},) for text in ("first", "second one", "third")
+    ]
+    assert left_out(reader) == [6]
+
+
 def test_a_json_array_parquet_and_a_saved_dataset_are_read_alike(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a"}]}
@@ -112,7 +123,7 @@ def test_a_row_that_cannot_be_used_is_left_out_and_named(tmp_path: Path, line: s
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.txt", b"a,b\n"),
+        ("a.md", b"a,b\n"),
         ("a.parquet", b"not Parquet"),
         ("a.json", b'[{"messages": '),
         ("a.jsonl", b"\n"),

@@ -1,3 +1,4 @@
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -59,8 +60,23 @@ ASKED = {"prompt_column": "ask", "response_column": "reply"}
             ASKED,
             "user q assistant a",
         ),
-        ({"turns": ["first", "second"]}, {"require_answer": False}, "user first user second"),
-        ({"prompt": "p"}, {"require_answer": False}, "user p"),
+        *(
+            (row, {"require_answer": False, **columns}, expected)
+            for row, columns, expected in [
+                ({"turns": ["first", "second"]}, {}, "user first user second"),
+                ({"prompt": ["first", "second"]}, {}, "user first user second"),
+                ({"prompt": MESSAGES}, {}, "user q assistant a"),
+                ({"prompt": [{"type": "text", "text": "p"}]}, {}, "user p"),
+                ({"prompt": "p"}, {}, "user p"),
+                ({"question": "p", "canonical_solution": "s"}, {}, "user p"),
+                ({"instruction": "p", "input": "i"}, {}, "user p\n\ni"),
+                ({"instruction": "p", "output": ""}, {}, "user p"),
+                ({"question": "q", "answer": None}, {}, "user q"),
+                ({"question": "q", "answer": "a"}, {"prompt_column": "question"}, "user q"),
+                ({"messages": MESSAGES[:1]}, {}, "user q"),
+                ({"conversations": [{"from": "human", "value": "h"}]}, {}, "user h"),
+            ]
+        ),
     ],
 )
 def test_known_schemas_and_named_columns_are_read(tmp_path, row, settings, expected):
@@ -74,19 +90,38 @@ def test_known_schemas_and_named_columns_are_read(tmp_path, row, settings, expec
     [
         ({"text": "x", "label": 1}, {}, "text, label"),
         ({"prompt": "a", "response": "b", "question": "c", "answer": "d"}, {}, "Several schemas fit"),
-        ({"prompt": "a", "response": "b"}, {"prompt_column": "prompt"}, "Name both"),
+        ({"prompt": "a", "response": "b"}, {"response_column": "response"}, "Name both"),
+        ({"text": "x"}, {"require_answer": False}, "For prompts alone, name data.prompt_column"),
+        ({"prompt": "a", "turns": ["b"]}, {"require_answer": False}, "Several schemas fit"),
         (
             {"prompt": "a", "response": "b"},
             {"prompt_column": "prompt", "response_column": "reply"},
             "no column reply",
         ),
-        ({"turns": ["a"]}, {}, "No known schema"),
     ],
 )
 def test_unknown_and_ambiguous_columns_are_user_errors(tmp_path, row, columns, excerpt):
     source = write_jsonl(tmp_path / "a.jsonl", [row])
     with pytest.raises(UserError, match=excerpt):
         list(Source(source, **columns).reader())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "columns"),
+    [
+        ("a.jsonl", json.dumps({"messages": MESSAGES[:1]}), {}),
+        ("a.jsonl", json.dumps({"conversations": [{"from": "human", "value": "h"}]}), {}),
+        ("a.jsonl", json.dumps({"turns": ["a", "b"]}), {}),
+        ("a.csv", "prompt\np\n", {}),
+        ("a.csv", "question,answer\nq,\n", {}),
+        ("a.csv", "question,answer\nq,a\n", {"prompt_column": "question"}),
+        ("a.txt", "p\n", {}),
+    ],
+)
+def test_without_answers_the_error_says_that_the_target_can_write_them(tmp_path, name, content, columns):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=r"set data\.regenerate\.enabled=true"):
+        list(Source(str(tmp_path / name), **columns).reader())
 
 
 def test_a_conversation_ends_before_its_first_image_and_is_no_malformed_row(tmp_path):

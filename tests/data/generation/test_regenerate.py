@@ -1,6 +1,8 @@
 """The target's turns in place of the recorded ones."""
 
+import json
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from data.conversations.prompts import render_prompt
+from data.conversations.reading import Source
 from data.conversations.schemas import Conversation
 from data.generation.answers import AnswerGenerator
 from data.generation.hf import TransformersGenerator
@@ -35,12 +38,12 @@ CONVERSATIONS = [
         ANSWER,
         ("user", "three"),
         ANSWER,
-        ("user", "no answer"),
+        ("user", "no answer yet"),
     ),
     conversation("three", ("user", "six"), ANSWER, ("user", "seven"), ANSWER, ANSWER),
     conversation("another", ("user", "the lazy dog jumps"), ANSWER),
 ]
-TURNS = {"one": 1, "two": 2, "three": 3, "another": 1}
+TURNS = {"one": 1, "two": 3, "three": 3, "another": 1}
 NUM_TURNS = sum(TURNS.values())
 
 
@@ -81,10 +84,11 @@ def expected(
     for conversation in CONVERSATIONS:
         history: list[dict] = []
         turn = 0
-        for message in conversation.messages:
+        for message, following in zip_longest(conversation.messages, conversation.messages[1:]):
             if message["role"] != "assistant":
                 history.append(message)
-                continue
+                if following is not None:
+                    continue
             prompt = render_prompt(tokenizer, history, None, {})
             answer = greedy(model, prompt, [tokenizer.eos_token_id], MAX_NEW_TOKENS)
             found[f"{conversation.id}/{turn}"] = (prompt, answer)
@@ -112,8 +116,78 @@ def test_every_turn_is_generated_after_the_targets_earlier_completions(
     assert completion.strip()
     assert f"<|im_start|>assistant\n{completion}<|im_end|>" in tokenizer.decode(by_id["two/1"][0])
     assert len(set(one.seeds)) == (0 if in_batches else NUM_TURNS)
-    # The conversations have 1, 2, 3 and 1 turns.
+    # The conversations have 1, 3, 3 and 1 turns.
     assert len(list(tmp_path.glob("*.arrow"))) == (1 if in_batches else 3)
+
+
+def jsonl(*rows: dict[str, Any]) -> str:
+    return "\n".join(map(json.dumps, rows))
+
+
+def messages(*texts: str) -> list[dict[str, str]]:
+    """Return messages of the user, with an answer before a text that begins with "then"."""
+    found: list[dict[str, str]] = []
+    for text in texts:
+        if text.startswith("then"):
+            found.append({"role": "assistant", "content": "XXXX"})
+        found.append({"role": "user", "content": text})
+    return found
+
+
+SHAREGPT = [{"from": "human", "value": "one"}, {"from": "human", "value": "two"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "columns", "asked"),
+    [
+        ("a.jsonl", jsonl({"messages": messages("one")}), {}, [["one"]]),
+        ("a.jsonl", jsonl({"messages": messages("one", "two", "six")}), {}, [["one", "two", "six"]]),
+        ("a.jsonl", jsonl({"messages": messages("one", "then two")}), {}, [["one", "then two"]]),
+        (
+            "a.jsonl",
+            jsonl({"messages": messages("one", "two", "then three", "six")}),
+            {},
+            [["one", "two", "then three", "six"]],
+        ),
+        ("a.jsonl", jsonl({"conversations": SHAREGPT}), {}, [["one", "two"]]),
+        (
+            "a.json",
+            json.dumps([{"turns": ["one", "two"]}, {"turns": ["six"]}]),
+            {},
+            [["one", "two"], ["six"]],
+        ),
+        ("a.jsonl", jsonl({"prompt": ["one", "two"]}), {}, [["one", "two"]]),
+        ("a.jsonl", jsonl({"prompt": messages("one", "then two")}), {}, [["one", "then two"]]),
+        ("a.jsonl", jsonl({"prompt": "one"}, {"prompt": "two"}), {}, [["one"], ["two"]]),
+        ("a.csv", "instruction,input\nadd,one\nfour,\n", {}, [["add\n\none"], ["four"]]),
+        ("a.tsv", "question\tanswer\none\t\ntwo\tXXXX\n", {}, [["one"], ["two"]]),
+        ("a.csv", "ask,answer\none,1\n", {"prompt_column": "ask"}, [["one"]]),
+        ("a.txt", "one\n\n two\r\n", {}, [["one"], ["two"]]),
+    ],
+)
+def test_prompts_without_answers_are_answered_in_turn(
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    name: str,
+    content: str,
+    columns: dict[str, str],
+    asked: list[list[str]],
+) -> None:
+    (tmp_path / name).write_bytes(content.encode())
+    conversations = list(Source(str(tmp_path / name), require_answer=False, **columns).reader())
+    generator = OneAtATime(lambda prompt: [70, 71 + len(prompt) % 7, tokenizer.eos_token_id])
+    rows = regenerated(generator, tokenizer, tmp_path / "out", conversations)
+    found = {row["id"]: row for row in rows}
+    for conversation, texts in zip(conversations, asked, strict=True):
+        history: list[dict[str, Any]] = []
+        for turn, text in enumerate(texts):
+            row = found.pop(f"{conversation.id}/{turn}")
+            num_prompt_tokens = row["num_prompt_tokens"]
+            history.append({"role": "user", "content": text})
+            assert row["input_ids"][:num_prompt_tokens] == render_prompt(tokenizer, history, None, {})
+            answer = tokenizer.decode(row["input_ids"][num_prompt_tokens:], skip_special_tokens=True)
+            history.append({"role": "assistant", "content": answer})
+    assert not found
 
 
 def test_sampled_batches_are_the_same_after_an_interruption(
@@ -160,7 +234,7 @@ def test_long_answers_are_cut_and_prompts_without_room_are_left_out(
 def test_a_few_conversations_that_the_template_refuses_are_left_out_and_reported(tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer(STRICT)
     generator = OneAtATime(lambda prompt: [70, 1])
-    bad = conversation("bad", ("user", "six"), ANSWER, ("user", "six"), ("user", "seven"), ANSWER)
+    bad = conversation("bad", ("user", "six"), ANSWER, ("system", "six"), ("user", "seven"), ANSWER)
     good = [conversation(str(i), ("user", "six"), ANSWER) for i in range(5)]
     reported: list[list[tuple[str, str]]] = []
     for _ in range(2):  # the second run reads a finished block
@@ -179,7 +253,8 @@ def test_an_answer_that_repeats_itself_is_left_out_and_counted(
     for number, answer in enumerate((looping, looping[:-1], [*looping[:2], *looping[3:]], [70, stop])):
         answers = iter([[70, stop], answer])  # of the first turn, and of the second
         generator = OneAtATime(lambda prompt, answers=answers: next(answers))
-        rows = regenerated(generator, tokenizer, tmp_path / str(number), CONVERSATIONS[1:2])
+        two = conversation("two", ("user", "six"), ANSWER, ("user", "seven"), ANSWER)
+        rows = regenerated(generator, tokenizer, tmp_path / str(number), [two])
         assert len(rows) == (1 if number < 2 else 2)
         assert ("1 conversations end where an answer repeats itself" in capsys.readouterr().err) == (
             number < 2

@@ -15,7 +15,7 @@ from eagle31.errors import UserError
 from eagle31.model.gqa import GqaShape
 from eagle31.model.mla import MlaShape
 from train.config.drafter import Attention, DrafterShape
-from train.drafter.shape import attention_heads, sliding_window
+from train.drafter.shape import attention_heads, fitted, sliding_window
 
 DEEPSEEK = DeepseekV3Config(
     hidden_size=96,
@@ -94,3 +94,10 @@ def test_a_window_that_vllm_would_take_from_the_target_is_trained(target: Any, e
     assert sliding_window(DrafterShape(), target) == expected
     assert sliding_window(DrafterShape(sliding_window=64), target) == 64
     assert sliding_window(DrafterShape(attention=Attention.mla), target) is None
+
+
+@pytest.mark.parametrize(("size", "expected"), [(None, None), (63, 63), (64, None), (65, None)])
+def test_a_draft_vocabulary_that_is_not_smaller_is_the_targets(
+    size: int | None, expected: int | None
+) -> None:
+    assert fitted(DrafterShape(draft_vocab_size=size), 64).draft_vocab_size == expected

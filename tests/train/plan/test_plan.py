@@ -169,6 +169,15 @@ def test_a_target_that_is_spread_over_a_node_has_one_process_there_and_its_gpus_
         where_target_runs(sizes).servers(way.cluster)
 
 
+def test_a_draft_vocabulary_that_is_not_smaller_than_the_targets_is_planned_as_the_whole() -> None:
+    plan, whole = (planned("qwen3_0_6b", f"drafter.draft_vocab_size={one}") for one in ("1000000", "null"))
+    assert plan.drafter == whole.drafter
+    assert [note for note in plan.notes if note not in whole.notes] == [
+        "drafter.draft_vocab_size=1000000 is not less than the target's vocabulary of 151936, so that the "
+        "drafter has all of it"
+    ]
+
+
 @pytest.mark.parametrize("recipe", ["qwen3_30b_a3b", "gpt_oss_120b", "minimax_m2_5", "kimi_k2_6"])
 def test_a_drafter_is_as_wide_as_the_experts_that_a_token_passes_through(recipe: str) -> None:
     plan = planned(recipe)

@@ -1,11 +1,14 @@
 """The data stage with a limit of samples: what is tokenized, and what is chosen of it."""
 
+import json
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+from data.conversations.prompts import render_prompt
 from data.embedded.target import EmbeddedTarget
+from eagle31.errors import UserError
 from eagle31.json_files import read_json, read_jsonl
 from tests.train.small_run import RECIPE, arguments
 from tests.train.stages.making import make_result
@@ -95,3 +98,23 @@ def test_training_prompts_are_changed_by_chance_and_held_out_ones_are_not(
     assert 5 < sum(text.startswith("Human:\n") for text in texts) < 45
     held_out = [next((tmp_path / name).glob("artifacts/data-*/held_out.json")) for name in ("plain", "found")]
     assert held_out[0].read_text() == held_out[1].read_text()
+
+
+def test_prompts_alone_are_held_out_by_their_first_turn_and_answered(
+    small_target: EmbeddedTarget, tmp_path: Path
+) -> None:
+    asked = [row["messages"][0]["content"] for row in read_jsonl(small_target.train)[:60]]
+    turns = [{"turns": [text, f"{text} again"]} for text in asked]
+    (tmp_path / "turns.jsonl").write_text("\n".join(map(json.dumps, turns)))
+    (tmp_path / "more.txt").write_text("\n".join(f"{i} more" for i in range(5)))
+    sources = f"a:{{source:{tmp_path / 'turns.jsonl'}}},b:{{source:{tmp_path / 'more.txt'}}}"
+    settings = ("data.train=null", f"data.sources={{{sources}}}", "data.template_probability=0.5")
+    answers = ("data.regenerate.enabled=true", "data.regenerate.max_new_tokens=40")
+    _, found = _chosen(small_target, tmp_path / "run", *settings, *answers)
+    assert len(found) == LIMIT
+    [path] = tmp_path.glob("run/artifacts/data-*/held_out.json")
+    tokenizer = AutoTokenizer.from_pretrained(small_target.model)
+    for one in [*read_json(path)["validation"], *read_json(path)["test"]]:
+        assert one["input_ids"] == render_prompt(tokenizer, one["messages"][:1], None, {})
+    with pytest.raises(UserError, match=r"data\.sources\.a\.source=.*set data\.regenerate\.enabled=true"):
+        _chosen(small_target, tmp_path / "off", *settings)

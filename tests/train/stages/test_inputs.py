@@ -96,6 +96,8 @@ SETTING_CHANGES: dict[tuple[str, ...], dict[str, set[Stage]]] = {
         "+vllm.engine_args.quantization=fp8": ALL,
         "data.regenerate.batch_size=3": set(),
     },
+    # All of the target's tokens.
+    ("drafter.draft_vocab_size=null",): {"drafter.draft_vocab_size=1000000": set()},
     (REGENERATED,): {"data.regenerate.batch_size=3": ALL - {Stage.answers}},
     # Held-out prompts are among those that the target writes.
     OWN: {

@@ -34,7 +34,7 @@ _SHOWN = 6  # settings that a message names
 
 def fixed_inputs(config: RunConfig, drafter: ChosenDrafter) -> dict[str, Any]:
     """Return the settings that cannot change when a training is continued."""
-    target, shape = drafter.target, plain(asdict(config.drafter))
+    target, shape = drafter.target, plain(asdict(drafter.settings))
     shape.pop("init_revision")
     if shape.pop("init_from") is not None:
         shape["init_from"] = drafter.initial_fingerprint
@@ -285,7 +285,7 @@ def kept_vocab(config: RunConfig, drafter: ChosenDrafter, data: Artifact) -> dic
 
     The draft head belongs to one vocabulary, so that other data must not change it.
     """
-    settings = config.drafter
+    settings = drafter.settings
     if config.train.continue_from is None or settings.draft_vocab_size is None or settings.init_from:
         return {}
     return {"kept": fingerprint(training_inputs(config, drafter, data))}
