@@ -1,7 +1,12 @@
 """The directory for files that outlive a run and can be made again."""
 
 import os
+import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+from data.locks import try_lock
 
 
 def cache_directory() -> Path:
@@ -10,3 +15,23 @@ def cache_directory() -> Path:
     if own:
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle31"
+
+
+def build_once(finished: Path, build: Callable[[Path], None]) -> None:
+    """Make a directory if it is missing. If there are several callers, one makes it and the others wait.
+
+    Args:
+        build: fills an empty directory, which is then renamed.
+    """
+    if finished.is_dir():
+        return
+    finished.parent.mkdir(parents=True, exist_ok=True)
+    while (lock := try_lock(finished.with_name(f"{finished.name}.lock"))) is None:
+        time.sleep(0.1)
+    with lock:
+        if not finished.is_dir():
+            partial = finished.with_name(f"{finished.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)  # what a process that died has left
+            partial.mkdir()
+            build(partial)
+            os.replace(partial, finished)

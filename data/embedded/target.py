@@ -2,10 +2,7 @@
 
 import hashlib
 import json
-import os
-import shutil
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,10 +11,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from data.cache import build_once
 from data.embedded.corpus import ChatExample, Corpus, python_files, read_corpus, standard_library
 from data.embedded.tokenizer import save_tokenizer, train_tokenizer
 from data.embedded.training import CausalModel, Document, TrainingSettings, encode, initialize, pretrain
-from data.locks import try_lock
 
 FORMAT_VERSION = 3  # raise it for changes of corpus, tokenizer or training that do not change the settings
 
@@ -112,21 +109,8 @@ def fingerprint(source: Path, settings: TargetSettings) -> str:
 def ensure_built(
     finished: Path, read: Callable[[], Corpus], settings: TargetSettings, progress: bool
 ) -> EmbeddedTarget:
-    """Return the target in `finished`; train it on what `read` returns if it is missing.
-
-    If there are several callers, one builds and the others wait.
-    """
-    if not finished.is_dir():
-        finished.parent.mkdir(parents=True, exist_ok=True)
-        while (lock := try_lock(finished.with_name(f"{finished.name}.lock"))) is None:
-            time.sleep(0.1)
-        with lock:
-            if not finished.is_dir():
-                partial = finished.with_name(f"{finished.name}.partial")
-                shutil.rmtree(partial, ignore_errors=True)  # what a process that died has left
-                (partial / "model").mkdir(parents=True)
-                _build(partial, read(), settings, progress)
-                os.replace(partial, finished)
+    """Return the target in `finished`; train it on what `read` returns if it is missing."""
+    build_once(finished, lambda partial: _build(partial, read(), settings, progress))
     return EmbeddedTarget(finished / "model", finished / "train.jsonl", finished / "held_out.jsonl")
 
 
@@ -135,6 +119,7 @@ def _build(directory: Path, corpus: Corpus, settings: TargetSettings, progress: 
     for name, examples in (("train", corpus.train), ("held_out", corpus.held_out)):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in examples))
     path = directory / "model"
+    path.mkdir()
     save_tokenizer(settings.new_tokenizer(corpus.train), path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     with torch.random.fork_rng(devices=[]):  # the caller's random state stays

@@ -96,6 +96,14 @@ RUNS = [
         ("error: target.model=target: ", "no vocabulary"),
         prepare=without("tokenizer.json", tokenizer_class="LlamaTokenizer"),
     ),
+    run(
+        "no_user_turn",
+        ("error: data.train=self: ", "no special token at the end"),
+        "data.train=self",
+        "data.regenerate.enabled=true",
+        "target.chat_template=t.jinja",
+        prepare=written("{% for m in messages %}{{ m.role }}\n{{ m.content }}\n{% endfor %}"),
+    ),
     run("aux_layer_beyond_the_end", ("drafter.aux_layer_ids=[1, 2, 5]: ",), "drafter.aux_layer_ids=[1,2,5]"),
     run(
         "positions_below_the_samples",

@@ -9,6 +9,8 @@ from data.conversations.choices import Turns, check_template_kwargs
 from eagle31.errors import UserError
 from train.config.setting import setting
 
+SELF = "self"  # data.train: prompts that the target writes
+
 
 @dataclass
 class RegenerateConfig:
@@ -27,6 +29,25 @@ class RegenerateConfig:
     )
     batch_size: int = setting(
         16, "Prompts of one forward pass with target.engine=hf; vLLM batches by itself.", ge=1
+    )
+
+
+@dataclass
+class SelfPromptsConfig:
+    """The prompts that the target writes itself with data.train=self."""
+
+    num: int = setting(
+        10_000,
+        "Prompts that the target writes. Those without an end, without text, with special tokens and "
+        "repeated ones are left out.",
+        ge=1,
+        le=1_000_000,
+    )
+    temperature: float = setting(1.0, "Sampling temperature.", gt=0, le=100)
+    top_p: float = setting(0.95, "Probability of the likeliest tokens that are sampled from.", gt=0, le=1)
+    max_new_tokens: int = setting(96, "Length limit of a prompt, in tokens.", ge=1)
+    system_prompt: str | None = setting(
+        None, "System prompt of all conversations. null: what the chat template writes without one."
     )
 
 
@@ -59,8 +80,8 @@ class DataConfig:
     train: str | None = setting(
         MISSING,
         "Training conversations, or prompts alone with data.regenerate.enabled: JSONL, JSON, CSV, Parquet or "
-        'text file, or Hub id of a dataset. "embedded": those of the embedded target. null: those of '
-        "data.sources.",
+        'text file, or Hub id of a dataset. "embedded": those of the embedded target. "self": prompts that '
+        "the target writes itself, for data.regenerate. null: those of data.sources.",
     )
     sources: dict[str, SourceConfig] = setting(
         {}, "Several sources of training conversations, by name, in place of data.train."
@@ -102,12 +123,15 @@ class DataConfig:
     num_validation: int = setting(32, "Held-out prompts from which the best checkpoint is chosen.", ge=1)
     num_test: int = setting(32, "Held-out prompts for the final evaluation.", ge=1)
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
+    self_prompts: SelfPromptsConfig = field(default_factory=SelfPromptsConfig)
 
 
 def check_data(data: DataConfig) -> None:
     """Raise UserError for values that no stage could use."""
     check_template_kwargs(data.template_kwargs, "data.template_kwargs.")
     check_sources(data)
+    if data.train == SELF:
+        check_self_prompts(data)
 
 
 def check_sources(data: DataConfig) -> None:
@@ -122,3 +146,18 @@ def check_sources(data: DataConfig) -> None:
         key = f"data.sources.{name}"
         if source.weight is None and weighted:
             raise UserError(f"{key}.weight", None, f"Give a weight, because {weighted[0]} has one.")
+
+
+def check_self_prompts(data: DataConfig) -> None:
+    """Raise UserError for prompts of the target without answers, or of which none could be trained on."""
+    settings = data.self_prompts
+    if not data.regenerate.enabled:
+        remedy = "The target writes prompts without answers; set data.regenerate.enabled=true, or data=self."
+        raise UserError("data.train", data.train, remedy)
+    held_out = data.num_validation + data.num_test
+    if data.eval is None and settings.num <= held_out:
+        remedy = f"{held_out} of them are held out; raise it, or lower data.num_validation and data.num_test."
+        raise UserError("data.self_prompts.num", settings.num, remedy)
+    if settings.max_new_tokens >= data.max_tokens:
+        remedy = f"A prompt and its answer must fit data.max_tokens ({data.max_tokens}); lower it."
+        raise UserError("data.self_prompts.max_new_tokens", settings.max_new_tokens, remedy)

@@ -97,6 +97,7 @@ def check(config: RunConfig) -> None:
             {
                 "evaluate.temperature": config.evaluate.temperature,
                 "data.regenerate.temperature": config.data.regenerate.temperature,
+                "data.self_prompts.temperature": config.data.self_prompts.temperature,
             }
         )
 

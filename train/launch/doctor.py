@@ -41,6 +41,7 @@ from data.target.served import architecture, serving_engines
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from train.config.capture import CaptureMode, TransportKind
+from train.config.data import SELF
 from train.config.run import (
     RunConfig,
     Stage,
@@ -136,8 +137,7 @@ def check_named(config: RunConfig) -> None:
         UserError: the first that cannot be used.
     """
     for field, source in _sources(config).items():
-        if source != EMBEDDED:
-            _check_here(field, source)
+        _check_here(field, source)
     if config.target.model != EMBEDDED:
         target = Target(config.target)
         spec = target.spec
@@ -332,17 +332,15 @@ def _plan(config: RunConfig) -> Iterator[Check]:
 
 
 def _sources(config: RunConfig) -> dict[str, str]:
-    """Return where data and a given store come from, by field."""
+    """Return where data and a given store come from that are not made here, by field."""
     data = config.data
     given = {"data.train": data.train, "data.eval": data.eval, "capture.store": config.capture.store}
     given |= {f"data.sources.{name}": one.source for name, one in data.sources.items()}
-    return {field: source for field, source in given.items() if source is not None}
+    return {field: source for field, source in given.items() if source not in (None, EMBEDDED, SELF)}
 
 
 def _check_source(field: str, source: str) -> None:
     """Raise UserError if a source is not here and cannot be downloaded."""
-    if source == EMBEDDED:
-        return
     here = _check_here(field, source)
     if is_url(source):
         check_protocol(source)

@@ -15,6 +15,7 @@ from eagle31.cost.flops import StepFlops, step_flops, typical_counts
 from eagle31.json_files import read_json
 from train.config.capture import CaptureMode
 from train.config.compose import RECIPES, choices
+from train.config.data import SELF
 from train.config.run import RunConfig
 from train.plan.sizes import RunSizes
 from train.plan.where import where_target_runs
@@ -47,7 +48,7 @@ class Work:
     step_flops: StepFlops  # of one row
     train_flops: int | None
     capture_flops: int | None  # the target's forward passes
-    regenerated_tokens: int | None  # written by the target before training; 0 without regeneration
+    regenerated_tokens: int | None  # written by the target before training, its own prompts included
     regeneration_flops: int | None  # prefill included
     online: bool  # whether states go to training directly
     store_bytes: int | None  # on disk; online, of what waits at most
@@ -116,6 +117,8 @@ def run_work(sizes: RunSizes, data_summary: Mapping[str, Any], budget: Budget | 
     token_flops = 2 * sizes.target.parameters.active
     regenerated = tokens if config.data.regenerate.enabled else 0
     fraction = config.plan.assistant_fraction
+    prompts = config.data.self_prompts
+    prompt_tokens = prompts.num * prompts.max_new_tokens if config.data.train == SELF else 0
     return Work(
         tokens=tokens,
         tokens_from=tokens_from,
@@ -124,8 +127,8 @@ def run_work(sizes: RunSizes, data_summary: Mapping[str, Any], budget: Budget | 
         step_flops=flops,
         train_flops=None if trained is None else flops.total * trained // train.row_tokens,
         capture_flops=None if captured is None else token_flops * captured,
-        regenerated_tokens=None if regenerated is None else round(regenerated * fraction),
-        regeneration_flops=None if regenerated is None else token_flops * regenerated,
+        regenerated_tokens=None if regenerated is None else round(regenerated * fraction) + prompt_tokens,
+        regeneration_flops=None if regenerated is None else token_flops * (regenerated + prompt_tokens),
         online=config.capture.mode is CaptureMode.online,
         store_bytes=_store_bytes(sizes, tokens),
     )
@@ -176,6 +179,8 @@ def _data_tokens(
     """Return the tokens as measured, else as limited by the recipe."""
     if "num_tokens" in data_summary:
         return data_summary["num_tokens"], "measured"
+    if config.data.train == SELF:
+        limit = min(limit or config.data.self_prompts.num, config.data.self_prompts.num)
     if limit is None:
         return None, "unknown before the data stage, without capture.max_samples"
     mean = config.plan.document_tokens or config.data.max_tokens

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,27 @@ from data.conversations.mixing import mix, print_left_out, remove_tables
 from data.conversations.perturbation import template_source
 from data.conversations.prompts import prompt_messages, render_prompt
 from data.conversations.schemas import Conversation, Conversations
-from data.conversations.template import TemplateRefused
+from data.conversations.template import TemplateRefused, surviving
 from data.conversations.tokenize import Enough, check_refused, tokenize
 from data.conversations.trial import try_rendering
+from data.conversations.workers import isolated
 from data.generation.answers import AnswerGenerator
 from data.generation.hf import transformers_generator
 from data.generation.regenerate import regenerate
+from data.generation.self_prompts import UserTurn, user_turn, write_self_prompts
 from data.generation.vllm import VllmGenerator
 from data.sampling import Sampling
 from data.target.tokenizer import check_ids, tokenizer_fingerprint
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
 from eagle31.tensor_files import save_tensors
-from train.config.data import DataConfig
+from train.config.data import SELF, DataConfig
 from train.config.run import RunConfig
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.engines.inputs import completion_inputs
 from train.stages.sources import (
+    Located,
     evaluation_source,
     mixture_of,
     share_inputs,
@@ -46,6 +50,7 @@ from train.target import Target
 
 HELD_OUT = ("validation", "test")
 TOKEN_COUNTS = "token_counts.safetensors"  # of the assistant's tokens, by id
+SELF_PROMPTS = "self_prompts.jsonl"
 _TOKENIZED = "tokenized"
 # Names in `data_inputs` of what the held-out prompts depend on.
 HELD_OUT_INPUTS = {"train", "eval", "columns", "tokenizer", "template", "eos_token_ids", "held_out", "seed"}
@@ -61,7 +66,7 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
     data = context.config.data
     evaluation = evaluation_source(data, context.target.located)
     inputs: dict[str, Any] = {
-        "train": source_inputs(context.config, context.target.located),
+        "train": source_inputs(context.config, context.target.located, _self_inputs(context)),
         "eval": evaluation and evaluation.fingerprint(),
         "columns": [data.prompt_column, data.response_column],
         "tokenizer": tokenizer_fingerprint(context.target.tokenizer),
@@ -80,20 +85,54 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
     if data.template_probability:
         inputs["templates"] = [data.template_probability, *map(template_source, OTHER_TEMPLATES)]
     if data.regenerate.enabled:
-        inputs["regenerate"] = asdict(data.regenerate) | completion_inputs(
-            context.config.target, context.target.parts, context.config.vllm.engine_args
-        )
-        if context.config.target.engine is TargetEngine.vllm:
-            del inputs["regenerate"]["batch_size"]
+        settings = asdict(data.regenerate)
+        del settings["batch_size"]
+        inputs["regenerate"] = settings | _completion_inputs(context)
     return inputs
+
+
+def _self_inputs(context: RunContext) -> dict[str, Any] | None:
+    """Return what the prompts that the target writes depend on; None for a run that reads its prompts."""
+    data = context.config.data
+    if data.train != SELF:
+        return None
+    return asdict(data.self_prompts) | asdict(_user_turn(context)) | _completion_inputs(context)
+
+
+def _completion_inputs(context: RunContext) -> dict[str, Any]:
+    """Return what the target's completions depend on apart from prompts and sampling settings."""
+    config = context.config
+    found = completion_inputs(config.target, context.target.parts, config.vllm.engine_args)
+    if config.target.engine is TargetEngine.hf:  # a sampled completion depends on its batch
+        found["batch_size"] = config.data.regenerate.batch_size
+    return found
+
+
+def _user_turn(context: RunContext) -> UserTurn:
+    """Return where the target writes its prompts; its template is tried in another process."""
+    data, target = context.config.data, context.target
+    system_prompt, eos_token_ids = data.self_prompts.system_prompt, target.eos_token_ids
+    with surviving(target.tokenizer):
+        turn = isolated(
+            partial(user_turn, target.tokenizer, system_prompt, target.template_kwargs, eos_token_ids)
+        )
+    check_ids(target.tokenizer, [*turn.prompt, *turn.stop_token_ids], target.parts.vocab_size)
+    return turn
 
 
 def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     """Read, hold prompts out, render and tokenize, into `train/`, token counts and `held_out.json`."""
     data = context.config.data
-    _try_rendering(data, context.target)
+    if data.train == SELF and not (directory / SELF_PROMPTS).exists():
+        _write_self_prompts(context, directory / SELF_PROMPTS)
+
+    def located(source: str, evaluation: bool) -> str:
+        own = source == SELF
+        return str(directory / SELF_PROMPTS) if own else context.target.located(source, evaluation)
+
+    _try_rendering(data, context.target, located)
     num_workers = len(os.sched_getaffinity(0))
-    read = mix(mixture_of(context.config, context.target.located), directory, num_workers)
+    read = mix(mixture_of(context.config, located), directory, num_workers)
     conversations, summary = read.training, read.summary
     prompts = _held_out_prompts(context.config, context.target, read.held_out)
     write_json(directory / "held_out.json", prompts)
@@ -156,7 +195,7 @@ def _choose(directory: Path, limit: int | None, seed: int, vocab_size: int) -> N
     shutil.rmtree(directory / _TOKENIZED)
 
 
-def _try_rendering(data: DataConfig, target: Target) -> None:
+def _try_rendering(data: DataConfig, target: Target, located: Located) -> None:
     """Try the template on the first conversations of each source; reading all of them can take long."""
     notes = {
         try_rendering(
@@ -167,10 +206,35 @@ def _try_rendering(data: DataConfig, target: Target) -> None:
             eos_token_ids=target.eos_token_ids,
             vocab_size=target.parts.vocab_size,
         )
-        for source in training_sources(data, target.located).values()
+        for source in training_sources(data, located).values()
     }
     for note in notes - {None}:
         print(f"data: {note}", flush=True)
+
+
+def _write_self_prompts(context: RunContext, output: Path) -> None:
+    """Have the target write the prompts of all conversations."""
+    settings, turn = context.config.data.self_prompts, _user_turn(context)
+    sampling = Sampling(
+        max_new_tokens=settings.max_new_tokens,
+        stop_token_ids=turn.stop_token_ids,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        seed=context.config.seed,
+    )
+    with open_generator(context) as generator:
+        write_self_prompts(
+            generator,
+            context.target.tokenizer,
+            turn,
+            sampling,
+            num=settings.num,
+            system_prompt=settings.system_prompt,
+            output=output,
+            model_fingerprint=context.target.parts.fingerprint,
+            title="prompts",
+            progress=True,
+        )
 
 
 def _print_refused(refused: Sequence[tuple[str, str]]) -> None:

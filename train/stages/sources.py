@@ -1,23 +1,27 @@
 """A run's sources of conversations by name, and what its data depends on because of them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from data.conversations.mixing import Mixture, Share
 from data.conversations.reading import Source
 from train.config.compose import CHECKOUT
-from train.config.data import DataConfig, SourceConfig
+from train.config.data import SELF, DataConfig, SourceConfig
 from train.config.run import RunConfig
 from train.evaluation.matrix import parse_sources, prompt_source
 
 TRAIN, EVAL, _SETS = "data.train", "data.eval", "data.evaluation_sets"  # the sources with these keys
 
-Located = Callable[[str, bool], str]  # the path of "embedded" for training or evaluation, other sources as is
+# The path of "embedded" for training or evaluation, and of "self"; other sources as they are.
+Located = Callable[[str, bool], str]
 
 
 def training_sources(data: DataConfig, located: Located) -> dict[str, Source]:
     """Return the sources of training conversations by name; a single one is called data.train."""
+    if data.train == SELF:  # the columns are those of data.eval
+        data = replace(data, prompt_column=None, response_column=None)
 
     def source(location: str, field: str, one: DataConfig | SourceConfig) -> Source:
         return Source(
@@ -73,12 +77,18 @@ def mixture_of(config: RunConfig, located: Located) -> Mixture:
     )
 
 
-def source_inputs(config: RunConfig, located: Located) -> Any:
-    """Return what the conversations depend on from which prompts are held out."""
+def source_inputs(config: RunConfig, located: Located, written: dict[str, Any] | None = None) -> Any:
+    """Return what the conversations depend on from which prompts are held out.
+
+    Args:
+        written: what the prompts depend on that the target writes itself, with data.train=self.
+    """
     data = config.data
     sources = training_sources(data, located)
-    if data.train is not None:
-        found: Any = sources[TRAIN].fingerprint()
+    if written is not None:
+        found: Any = written
+    elif data.train is not None:
+        found = sources[TRAIN].fingerprint()
     else:
         found = {name: [one.fingerprint(), *one.columns] for name, one in sources.items()}
     screening: dict[str, Any] = {"regenerated": True} if data.regenerate.enabled else {}

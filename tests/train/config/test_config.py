@@ -82,6 +82,24 @@ def test_values_that_do_not_go_together_are_refused_with_their_field(key: str, v
     assert caught.value.remedy.endswith(".")
 
 
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ("data.regenerate.enabled=false", "data.train"),
+        ("data.self_prompts.num=64", "data.self_prompts.num"),
+        ("data.self_prompts.max_new_tokens=2048", "data.self_prompts.max_new_tokens"),
+        ("data.self_prompts.temperature=0", "data.self_prompts.temperature"),
+    ],
+)
+def test_prompts_of_the_target_that_nothing_could_be_trained_on_are_refused(change: str, field: str) -> None:
+    needed = ["target.model=somewhere", "data=self"]
+    check(composed("any_target", *needed))
+    check(composed("any_target", *needed, "data.self_prompts.num=64", "data.eval=some.jsonl"))
+    with pytest.raises(UserError) as caught:
+        check(composed("any_target", *needed, change))
+    assert caught.value.field == field
+
+
 @pytest.mark.parametrize("source", ["hf", "vllm"])
 def test_capture_groups_set_source_and_mode_and_the_mode_alone_keeps_the_source(source: str) -> None:
     for settings in ([f"capture={source}_online"], [f"capture={source}", "capture.mode=online"]):

@@ -51,6 +51,7 @@ SIZES = {
     "qwen3_6_27b": (27, 26),
     "qwen3_6_35b_a3b": (35, 3),
     "gemma4_31b": (30.7, 30.7),
+    "smollm2_135m": (0.1345, 0.1345),
 }
 
 
@@ -94,7 +95,7 @@ def test_a_recipe_fits_the_nodes_that_its_header_names(recipe: str, tmp_path: Pa
     assert plan.work.steps
     write_json(tmp_path / "plan.json", plan.to_json())
     table = format_plan(plan)
-    assert "unknown" not in table or recipe == "quickstart"
+    assert "unknown" not in table or recipe in ("quickstart", "smollm2_135m")
     described = plan.first.cluster.gpu_bytes
     if described is not None:
         assert f"{described / 1e9:.0f} GB" in header(recipe)
@@ -137,6 +138,18 @@ def test_the_plan_has_the_hours_of_each_budget() -> None:
     assert quick is not None
     assert way.budget_hours["quick"] == quick.total
     assert f"quick {quick.total:.3g}, standard" in format_plan(plan)
+
+
+def test_the_prompts_that_a_target_writes_limit_the_samples_and_are_tokens_that_it_generates() -> None:
+    settings = ("data=self", "data.self_prompts.num=1000", "data.self_prompts.max_new_tokens=50")
+    work = planned("qwen3_0_6b", *settings).work
+    assert work.tokens == 1000 * 700
+    assert (
+        work.regenerated_tokens
+        == round(work.tokens * composed("qwen3_0_6b").plan.assistant_fraction) + 50_000
+    )
+    fewer = planned("qwen3_0_6b", *settings, "capture.max_samples=100").work
+    assert fewer.tokens == 100 * 700
 
 
 def header(recipe: str) -> str:

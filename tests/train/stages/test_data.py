@@ -53,6 +53,40 @@ def test_a_limit_chooses_conversations_before_they_are_tokenized(
     assert ids[0] != ids[1] != ids[2]
 
 
+def test_the_target_writes_the_prompts_and_their_answers(
+    small_target: EmbeddedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ["data.train=self", "data.regenerate.enabled=true", "data.regenerate.max_new_tokens=16"]
+    settings += ["data.self_prompts.num=64", "data.self_prompts.max_new_tokens=60"]
+    with monkeypatch.context() as patched:
+        patched.setattr(data_stage, "mix", killed)
+        with pytest.raises(KeyboardInterrupt):
+            _chosen(small_target, tmp_path, *settings)
+    [path] = tmp_path.glob("artifacts/data-*/self_prompts.jsonl")
+    written = path.stat().st_mtime_ns
+    summary, rows = _chosen(small_target, tmp_path, *settings)
+    assert path.stat().st_mtime_ns == written
+    prompts = {row["id"]: row["messages"] for row in read_jsonl(path)}
+    assert summary["num_conversations_read"] == len(prompts) > 20
+    assert all([message["role"] for message in messages] == ["user"] for messages in prompts.values())
+    held_out = read_json(path.with_name("held_out.json"))
+    others = {row["id"] for name in ("validation", "test") for row in held_out[name]}
+    assert len(others) == 14
+    tokenizer = AutoTokenizer.from_pretrained(small_target.model)
+    trained = {row["id"].partition("/")[0]: row for row in rows}
+    assert trained.keys() <= prompts.keys() - others
+    assert len(trained) > 5
+    for id, row in trained.items():
+        ids = tokenizer.apply_chat_template(prompts[id], add_generation_prompt=True)["input_ids"]
+        assert row["input_ids"][: row["num_prompt_tokens"]] == ids
+        assert not any(row["loss_mask"][: len(ids)])
+        assert all(row["loss_mask"][len(ids) :])
+
+
+def killed(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_training_prompts_are_changed_by_chance_and_held_out_ones_are_not(
     small_target: EmbeddedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

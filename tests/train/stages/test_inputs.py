@@ -23,6 +23,7 @@ from train.pipeline import STAGES
 ALL = set(STAGES)
 FROM_ANSWERS = {Stage.answers, Stage.capture, Stage.train, Stage.export, Stage.evaluate}
 REGENERATED = "data.regenerate.enabled=true"
+OWN = ("data.train=self", REGENERATED)
 IN_VLLM = ("target.engine=vllm", "capture.source=vllm")
 
 
@@ -60,10 +61,12 @@ def test_other_weights_of_the_target_are_another_target(
 ) -> None:
     settings = arguments(own_target, tmp_path / "run")
     before, regenerated = _keys(*settings), _keys(*settings, REGENERATED)
+    own = _keys(*settings, *OWN)
     assert _keys(*settings) == before
     _changed_in_place(own_target.model / "model.safetensors")
     assert _changed(before, _keys(*settings)) == FROM_ANSWERS
     assert _changed(regenerated, _keys(*settings, REGENERATED)) == set(before)
+    assert _changed(own, _keys(*settings, *OWN)) == ALL
     with pytest.raises(UserError, match=r"target_fingerprint="):
         validate_export(finished[0] / "export", TargetSpec(str(own_target.model)))
 
@@ -96,6 +99,21 @@ SETTING_CHANGES: dict[tuple[str, ...], dict[str, set[Stage]]] = {
     # All of the target's tokens.
     ("drafter.draft_vocab_size=null",): {"drafter.draft_vocab_size=1000000": set()},
     (REGENERATED,): {"data.regenerate.batch_size=3": ALL - {Stage.answers}},
+    # Held-out prompts are among those that the target writes.
+    OWN: {
+        "data.self_prompts.num=30": ALL,
+        "data.self_prompts.temperature=0.5": ALL,
+        "data.self_prompts.top_p=0.5": ALL,
+        "data.self_prompts.max_new_tokens=30": ALL,
+        "data.self_prompts.system_prompt=brief": ALL,
+        "data.regenerate.batch_size=3": ALL,
+        "target.attn_implementation=eager": ALL,
+        "data.regenerate.temperature=0.5": ALL - {Stage.answers},
+    },
+    (*IN_VLLM, *OWN): {
+        "+vllm.engine_args.quantization=fp8": ALL,
+        "data.regenerate.batch_size=3": set(),
+    },
     # Only states come from vLLM: the completions are those of transformers.
     ("capture.source=vllm",): {"+vllm.engine_args.quantization=fp8": FROM_CAPTURE},
 }
