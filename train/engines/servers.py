@@ -31,7 +31,7 @@ _KEY = "vllm/key"
 _START_SECONDS, _LOADED_BYTES_PER_SECOND = 900.0, 0.1e9
 # Prompts under way per engine. vLLM batches those that its cache has room for, and the others wait there. On
 # a CPU more would wait longer than a client does.
-_PROMPTS_ON_GPU, _PROMPTS_ON_CPU = 256, 64
+_PROMPTS_ON_GPU, _PROMPTS_ON_CPU = 256, 128
 
 
 @dataclass(frozen=True)
