@@ -32,22 +32,30 @@ Prompts = list[list[int]]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def add_arguments(parser: argparse.ArgumentParser, several_draft_lengths: bool = False) -> None:
-    """Add the arguments that check_serving and bench/serving share.
+def add_arguments(
+    parser: argparse.ArgumentParser, several_draft_lengths: bool = False, prompts_given: bool = False
+) -> None:
+    """Add the arguments that check_serving, chat and bench/serving share.
 
     Args:
         several_draft_lengths: whether `-k` takes several of them and is a list.
+        prompts_given: whether the prompts come from other arguments.
     """
     parser.add_argument("export", type=Path, help="directory of an export or of a published drafter")
     parser.add_argument("--target", required=True, help="the target: a directory or a hub id")
     parser.add_argument("--revision", help="revision of a target on the hub")
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help="JSONL of conversations (default: held-out prompts of the export's run)",
-    )
-    parser.add_argument("--num-prompts", type=int, metavar="N", help="use the first N prompts (default: all)")
+    if prompts_given:
+        parser.set_defaults(prompts=None, num_prompts=None)
+    else:
+        parser.add_argument(
+            "--prompts",
+            type=Path,
+            metavar="FILE",
+            help="JSONL of conversations (default: held-out prompts of the export's run)",
+        )
+        parser.add_argument(
+            "--num-prompts", type=int, metavar="N", help="use the first N prompts (default: all)"
+        )
     if several_draft_lengths:
         parser.add_argument(
             "-k",

@@ -1,0 +1,107 @@
+"""A drafter for a cut of a real chat model, which has what targets made here lack: an attention sink.
+
+From its third layer on, the state of the first token is hundreds of times as large as any other.
+"""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from data.store import HiddenStateStore
+from eagle31.json_files import read_json
+from tests.runs.forked import ROOT
+from tests.runs.here import run_command
+
+pytestmark = pytest.mark.timeout(1800)
+NUM_LAYERS = 14
+QUESTIONS = (
+    "How do I boil {} eggs?",
+    "Name {} animals that live in the sea.",
+    "What can I do in a city in {} hours?",
+    "Write a sentence of {} words about rain.",
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct without its upper layers, in bfloat16."""
+    setup = subprocess.run([ROOT / "scripts/setup/smollm2"], capture_output=True, text=True)
+    if setup.returncode:
+        pytest.skip(f"SmolLM2 cannot be made: {setup.stderr.strip()[-500:]}")
+    whole = Path(setup.stdout.strip())
+    model = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.bfloat16)
+    model.model.layers = model.model.layers[:NUM_LAYERS]
+    model.config.num_hidden_layers = NUM_LAYERS
+    model.config.layer_types = None
+    cut = tmp_path_factory.mktemp("real") / "target"
+    model.save_pretrained(cut)
+    AutoTokenizer.from_pretrained(whole).save_pretrained(cut)
+    return cut
+
+
+@pytest.fixture(scope="module")
+def run(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("run")
+    prompts = [question.format(number) for question in QUESTIONS for number in range(2, 12)]
+    rows = [json.dumps({"prompt": prompt}) for prompt in prompts]
+    (directory / "prompts.jsonl").write_text("\n".join(rows))
+    done = run_command(
+        "train/main.py",
+        "recipe=any_target",
+        f"target.model={target}",
+        "target.dtype=bfloat16",
+        f"data.train={directory / 'prompts.jsonl'}",
+        "data.max_tokens=128",
+        "data.num_validation=4",
+        "data.num_test=4",
+        "data.regenerate.max_new_tokens=32",
+        "drafter.draft_vocab_size=1024",
+        "train.row_tokens=256",
+        "train.rows_per_step=2",
+        "train.max_steps=30",
+        "train.ttt_steps=3",
+        "evaluate.max_new_tokens=32",
+        "evaluate.decoded_prompts=4",
+        "evaluate.temperature=null",
+        "deepspeed.precision=fp32",
+        f"output_dir={directory / 'run'}",
+    )
+    assert done.status == 0, done.err
+    assert "cannot be trusted" not in done.err
+    return directory / "run"
+
+
+def test_the_first_tokens_state_is_captured_as_it_is(run: Path) -> None:
+    [path] = run.glob("artifacts/capture-*/test")
+    states = HiddenStateStore(path)[0].aux_hidden_states[:, -1].float()
+    size = states.square().mean(-1).sqrt()
+    assert size[0] > 100
+    assert size[1:].max() < size[0] / 10
+
+
+def test_decoding_drafts_what_replay_drafts(run: Path) -> None:
+    [path] = run.glob("artifacts/evaluate-*/evaluation.json")
+    evaluation = read_json(path)
+    decoding = evaluation["decoding"]
+    assert decoding["replay"]["num_different"] == decoding["completions"]["num_different"] == 0
+    assert decoding["replay"]["num_not_compared"] == 0
+    assert decoding["replay"]["num_identical"] > 20
+    [at_k] = [row for row in evaluation["trained"]["by_draft_length"] if row["k"] == evaluation["k"]]
+    assert at_k["acceptance_length"] > 1.1, "not trained"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_vllm_serves_what_was_trained(
+    run: Path, target: Path, vllm_python: Path, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(vllm_python))
+    options = ("--dtype", dtype, "--max-new-tokens", 32, "--json", tmp_path / "checked.json")
+    done = run_command("scripts/check_serving", run / "export", "--target", target, *options)
+    assert done.status == 0, done.out + done.err
+    found = read_json(tmp_path / "checked.json")
+    assert found["num_drafts"] == sum(found["drafts"].values()) > 40
+    assert found["vllm"]["num_drafts"] > 20
