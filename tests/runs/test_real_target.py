@@ -4,17 +4,27 @@ From its third layer on, the state of the first token is hundreds of times as la
 """
 
 import json
+import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from datasets import load_from_disk
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.store import HiddenStateStore
-from eagle31.json_files import read_json
+from data.target.parts import load_target_parts
+from data.target.spec import TargetSpec
+from eagle31.export.read import load_export
+from eagle31.json_files import read_json, write_json
 from tests.runs.forked import ROOT
 from tests.runs.here import run_command
+from train.engines.serving import DecodeJob, EngineSpec, draft_room, run_jobs
+from train.evaluation.parity import Reference
 
 pytestmark = pytest.mark.timeout(1800)
 NUM_LAYERS = 14
@@ -105,3 +115,78 @@ def test_vllm_serves_what_was_trained(
     found = read_json(tmp_path / "checked.json")
     assert found["num_drafts"] == sum(found["drafts"].values()) > 40
     assert found["vllm"]["num_drafts"] > 20
+
+
+Change = Callable[[dict, dict[str, Tensor]], None]  # of an export's config and tensors
+K = 4
+
+
+def other_layers(config: dict, _: dict[str, Tensor]) -> None:
+    ids = [one - 1 for one in config["eagle_aux_hidden_state_layer_ids"]]
+    config["eagle_aux_hidden_state_layer_ids"] = ids
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = ids
+
+
+def no_fc_norm(config: dict, tensors: dict[str, Tensor]) -> None:
+    config["fc_norm"] = False
+    for name in [one for one in tensors if one.startswith("fc_norm")]:
+        del tensors[name]
+
+
+def state_before_the_norm(config: dict, _: dict[str, Tensor]) -> None:
+    config["norm_output"] = False
+
+
+def shifted_draft_vocabulary(_: dict, tensors: dict[str, Tensor]) -> None:
+    tensors["d2t"] = tensors["d2t"] + 1
+
+
+MISTAKES: dict[str, Change] = {
+    "right": lambda config, tensors: None,
+    "other layers": other_layers,
+    "no fc_norm": no_fc_norm,
+    "the state before the norm": state_before_the_norm,
+    "a shifted draft vocabulary": shifted_draft_vocabulary,
+    "another target": lambda config, tensors: None,
+}
+
+
+@pytest.mark.full("an engine for each mistake")
+def test_what_vllm_must_not_do_fails_in_bfloat16(
+    run: Path, target: Path, vllm_python: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(target, other)
+    tensors = load_file(other / "model.safetensors")
+    name = f"model.layers.{NUM_LAYERS - 1}.mlp.down_proj.weight"
+    tensors[name] = tensors[name] * 1.5
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    [answers] = run.glob("artifacts/answers-*/test")
+    prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in load_from_disk(str(answers))]
+    jobs = []
+    for name, change in MISTAKES.items():
+        export = tmp_path / name.replace(" ", "_")
+        shutil.copytree(run / "export", export)
+        config, tensors = read_json(export / "config.json"), load_file(export / "model.safetensors")
+        change(config, tensors)
+        write_json(export / "config.json", config)
+        save_file(tensors, export / "model.safetensors", {"format": "pt"})
+        engine = EngineSpec(
+            target=str(other if name == "another target" else target),
+            export=export,
+            k=K,
+            dtype="bfloat16",
+            max_model_len=max(map(len, prompts)) + 64 + draft_room(K),
+            max_num_seqs=len(prompts),
+        )
+        jobs.append(DecodeJob(name, engine, prompts, 64, record_drafts=True))
+    spec, cpu = TargetSpec(str(target), dtype="float32"), torch.device("cpu")
+    loaded = load_export(run / "export", cpu, torch.float32)
+    reference = Reference.load(loaded, load_target_parts(spec), spec, cpu)
+    failures = {}
+    for result in run_jobs(jobs, vllm_python, tmp_path / "vllm.log"):
+        assert result.error is None, result.traceback
+        served = result.passes[0].served
+        failures[result.name] = reference.compare(prompts, served, K, torch.bfloat16).failures
+    assert not failures.pop("right")
+    assert all(failures.values()), failures

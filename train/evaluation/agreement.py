@@ -100,28 +100,10 @@ def compare_drafts(
     compared = [draft for draft in drafts if draft.position <= common]
     found = _places(drafts, len(completion), common) + _accepted(compared, completion)
     if compared:
-        batch = pack_row([sample], len(sample.input_ids))
-        batch = batch.to(frozen.embed_tokens.device, frozen.embed_tokens.dtype)
-        device = batch.input_ids.device
-        rows = torch.tensor([num_prompt_tokens + draft.position - 2 for draft in compared], device=device)
-        tokens = torch.tensor([draft.token_ids for draft in compared], device=device)
-        ids = _draft_ids(tokens, frozen)
-        gaps, bounds, best = [], [], []
-        for step, logits in enumerate(logits_of_drafts(drafter, frozen, batch, rows, tokens)):
-            gap, bound = gaps_and_bounds(logits, ids[:, step], dtype)
-            gaps.append(gap)
-            bounds.append(bound)
-            best.append(logits.argmax(-1))
-        chosen = torch.stack(best, dim=1)
-        chosen = chosen if frozen.draft_target_ids is None else frozen.draft_target_ids[chosen]
-        judged = [torch.stack(one, dim=1).tolist() for one in (gaps, bounds)]
-        for draft, expected, *by_step in zip(compared, chosen.tolist(), *judged, strict=True):
-            # The worst token of the draft; one that is no near-tie comes before one that is.
-            gap, bound = max(zip(*by_step, strict=True), key=lambda one: (one[0] > one[1], one[0]))
-            if gap > 0:
-                found.append(Difference("drafted", draft.position, expected, draft.token_ids, gap, bound))
-    worst = sorted(found, key=lambda one: one.near_tie)
-    by_position = {one.position: one for one in reversed(worst)}
+        found += _drafted(drafter, frozen, sample, num_prompt_tokens, compared, dtype)
+    by_position: dict[int, Difference] = {}
+    for one in sorted(found, key=lambda one: one.near_tie):  # those that are no near-ties come first
+        by_position.setdefault(one.position, one)
     return len(compared), [by_position[position] for position in sorted(by_position)]
 
 
@@ -211,6 +193,34 @@ def _accepted(drafts: Sequence[PlacedDraft], completion: Sequence[int]) -> list[
         right = common_length(draft.token_ids, completion[draft.position :])
         if draft.num_accepted != right:
             found.append(Difference("accepted", draft.position, [right], [draft.num_accepted]))
+    return found
+
+
+def _drafted(
+    drafter: Drafter,
+    frozen: FrozenParts,
+    sample: CapturedSample,
+    num_prompt_tokens: int,
+    drafts: Sequence[PlacedDraft],
+    dtype: torch.dtype,
+) -> list[Difference]:
+    """Return the drafts with a token that is not the drafter's, with the gap of the worst one."""
+    batch = pack_row([sample], len(sample.input_ids))
+    batch = batch.to(frozen.embed_tokens.device, frozen.embed_tokens.dtype)
+    device = batch.input_ids.device
+    rows = torch.tensor([num_prompt_tokens + draft.position - 2 for draft in drafts], device=device)
+    tokens = torch.tensor([draft.token_ids for draft in drafts], device=device)
+    by_step = []
+    draft_ids = _draft_ids(tokens, frozen)
+    for step, logits in enumerate(logits_of_drafts(drafter, frozen, batch, rows, tokens)):
+        by_step.append((logits.argmax(-1), *gaps_and_bounds(logits, draft_ids[:, step], dtype)))
+    best, gaps, bounds = (torch.stack(one, dim=1) for one in zip(*by_step, strict=True))
+    expected = best if frozen.draft_target_ids is None else frozen.draft_target_ids[best]
+    found = []
+    for draft, ours, *judged in zip(drafts, expected.tolist(), gaps.tolist(), bounds.tolist(), strict=True):
+        gap, bound = max(zip(*judged, strict=True), key=lambda one: (one[0] > one[1], one[0]))
+        if gap > 0:
+            found.append(Difference("drafted", draft.position, ours, draft.token_ids, gap, bound))
     return found
 
 
