@@ -22,6 +22,7 @@ SLOW = (
     "tests/data/capture/vllm/test_server.py",
     "tests/train/engines/test_vllm.py",
     "tests/train/stages/test_evaluate.py",
+    "tests/runs/test_real_target.py",
     "tests/train/test_combinations.py",
     "tests/train/plan/test_memory.py",
     "tests/data/capture/vllm/test_server_process.py",

@@ -1,6 +1,6 @@
 """A drafter for a cut of a real chat model, which has what targets made here lack: an attention sink.
 
-From its third layer on, the state of the first token is hundreds of times as large as any other.
+After its upper layers the state of the first token is a hundred times as large as any other.
 """
 
 import json
@@ -27,7 +27,7 @@ from train.engines.serving import DecodeJob, EngineSpec, draft_room, run_jobs
 from train.evaluation.parity import Reference
 
 pytestmark = pytest.mark.timeout(1800)
-NUM_LAYERS = 14
+NUM_LAYERS = 16
 QUESTIONS = (
     "How do I boil {} eggs?",
     "Name {} animals that live in the sea.",
@@ -104,7 +104,9 @@ def test_decoding_drafts_what_replay_drafts(run: Path) -> None:
     assert at_k["acceptance_length"] > 1.1, "not trained"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full("as the targets made here"))]
+)
 def test_vllm_serves_what_was_trained(
     run: Path, target: Path, vllm_python: Path, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,4 +191,4 @@ def test_what_vllm_must_not_do_fails_in_bfloat16(
         served = result.passes[0].served
         failures[result.name] = reference.compare(prompts, served, K, torch.bfloat16).failures
     assert not failures.pop("right")
-    assert all(failures.values()), failures
+    assert all("drafts differ" in one[0] or "tokens" in one[0] for one in failures.values()), failures

@@ -21,8 +21,10 @@ from train.evaluation.replay import CompletingTarget, packed, replay_greedily
 from train.tables import aligned
 
 _NUM_SHOWN = 8  # differences in a list
-# The most near-ties, as a fraction of the drafts or tokens: rounding decides few, and mistakes make many.
-NEAR_TIES = {torch.float32: 0.005, torch.bfloat16: 0.1, torch.float16: 0.1}
+# The most near-ties, as a fraction of the drafts or tokens. In bfloat16, rounding decided 7 % of the drafts
+# for SmolLM2, and 16 % after 30 steps of training. Layers or norms that are not those of training made 50 %
+# or more near-ties, next to drafts that rounding does not explain.
+NEAR_TIES = {torch.float32: 0.005, torch.bfloat16: 0.25, torch.float16: 0.25}
 
 
 @dataclass(frozen=True)

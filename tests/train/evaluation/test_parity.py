@@ -43,7 +43,7 @@ def test_one_difference_that_rounding_does_not_explain_fails(dtype: torch.dtype)
     )
 
 
-@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 2), (torch.bfloat16, 40)])
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 2), (torch.bfloat16, 100)])
 def test_few_near_ties_are_tolerated(dtype: torch.dtype, allowed: int) -> None:
     assert comparison([NEAR] * allowed, [NEAR] * allowed, dtype).passed
     [failure] = comparison([NEAR] * (allowed + 1), [], dtype).failures
