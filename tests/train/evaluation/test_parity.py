@@ -1,5 +1,7 @@
 """The verdict on counts and differences of both sides."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -53,3 +55,12 @@ def test_few_near_ties_are_tolerated(dtype: torch.dtype, allowed: int) -> None:
 def test_nothing_compared_fails() -> None:
     assert comparison([], [], num_compared=0).failures == ["vLLM drafted nothing"]
     assert not comparison([], [], num_compared=0).passed
+
+
+def test_of_a_quantized_target_the_acceptance_lengths_are_judged() -> None:
+    drafts = replace(comparison([FAR], []), quantized=True)
+    assert drafts.passed
+    assert "drafts are not judged" in comparison_lines(drafts)[-1]
+    shorter = replace(drafts, vllm=AcceptanceStats.from_lengths(3, [1] * 350 + [0] * 50))
+    assert shorter.failures == ["acceptance lengths differ by 6.2%"]
+    assert replace(drafts, num_compared=0).failures == ["vLLM drafted nothing"]
