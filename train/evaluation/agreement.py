@@ -24,7 +24,7 @@ class Difference:
     position: int  # number of tokens of the completion before it
     expected: list[int]
     found: list[int]
-    gap: float = math.inf  # by which the reference's logit of its own token exceeds that of the engine's
+    gap: float = math.inf  # by which the reference's largest logit exceeds that of the engine's token
     bound: float = 0.0  # the gap up to which rounding may decide
 
     @property
