@@ -146,7 +146,7 @@ def test_vllm_captures_the_states_of_transformers(
 
 @pytest.mark.at_most(100)
 @pytest.mark.parametrize("runner", ["V1", "V2"])
-def test_vllm_drafts_as_our_evaluator_does(
+def test_vllm_drafts_as_the_trained_drafter_does(
     quickstart: Path, check: Check, vllm_python: Path, figure: Figure, runner: str, tmp_path: Path
 ) -> None:
     numbers = check.output / f"serving_{runner}.json"
@@ -158,5 +158,5 @@ def test_vllm_drafts_as_our_evaluator_does(
     found = read_json(numbers)
     assert found["model_runner"] == runner
     figure("engine", found["engine"])
-    for side in ("eagle31", "vllm"):
+    for side in ("replay", "vllm"):
         figure(f"acceptance length, {side}", float(found[side]["acceptance_length"]))

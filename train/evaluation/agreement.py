@@ -144,7 +144,7 @@ def completion_verdict(
     At a near-tie the target's logits of the two tokens are so close that rounding decides between them.
 
     Args:
-        sample: the prompt with one of the two completions.
+        sample: the prompt with one of the two completions, whose states judge where they part.
         alone: the completion without the drafter.
         dtype: in which the target computes.
     """

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -204,13 +205,16 @@ def replay_store(
 
 
 def stored_texts(store: HiddenStateStore, decoded: DecodedSubset) -> Texts:
-    """Return each completion with the stored sample of its prompt, which the target has completed, too."""
+    """Return each completion with the stored sample of its prompt, which the target has completed alone."""
     position = {sample_id: index for index, sample_id in enumerate(store.sample_ids.tolist())}
-    return [
-        (store[position[index]], completion)
-        for index, completion in zip(decoded.indices, decoded.completions, strict=True)
-        if index in position
-    ]
+    texts = []
+    for index, completion in zip(decoded.indices, decoded.completions, strict=True):
+        if index in position:
+            sample = store[position[index]]
+            # In place of the text of the engine that is timed: this one has states to judge a difference by.
+            alone = sample.input_ids[int(sample.loss_mask.long().argmax()) :].tolist()
+            texts.append((sample, replace(completion, alone=alone)))
+    return texts
 
 
 def exported_drafter(
