@@ -20,8 +20,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data.cache import cache_directory
+from data.capture.hf import HiddenStateCapture
+from data.conversations.perturbation import PromptSetting
+from data.sampling import Sampling
 from data.store import HiddenStateStore
+from data.target.loading import load_target
+from data.target.modules import locate
 from data.target.parts import TargetParts
 from eagle31.errors import UserError
 from eagle31.export.config_json import config_json
@@ -30,7 +34,7 @@ from eagle31.json_files import read_json, write_json
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.model.vocab import DraftVocab
-from scripts.bench.chat_target import ensure_chat_target
+from eagle31.training.batch import PackedBatch
 from scripts.bench.long_target import ensure_long_target, write_conversations
 from scripts.bench.peers import PEERS, ROOT, drafter_spec, find_python
 from train.artifact import Artifact
@@ -40,17 +44,22 @@ from train.context import RunContext
 from train.distributed import World
 from train.drafter.published import open_published
 from train.evaluation.intervals import Floats, Resamples, interval
-from train.evaluation.replay import packed, replay_greedily
+from train.evaluation.matrix import Cell, complete_cells, parse_sources, prompt_source, render_cells
+from train.evaluation.replay import MAX_DRAFT_TOKENS, CompletingTarget, packed, replay_greedily
 from train.pipeline import STAGES
 from train.stages.training.building import new_drafter
 from train.stages.vocab import load_projected, load_vocab
 from train.trainer.parts import STATE, load_weights, read_checked
 
-POINTS = 10  # checkpoints that a training keeps
+TARGETS = {"embedded": "quickstart", "smollm2_135m": "smollm2_135m"}  # and their recipes
+COLUMNS = ((0, 4), (0, 7), (1, 4), (1, 7))  # temperatures of the target, and tokens per draft
+PROMPTS = 64  # of each source of held-out prompts
+POINTS = 6  # checkpoints that a training keeps
 TIMED_STEPS = 40  # of a run that is timed
 SHARED = (Stage.data, Stage.vocab, Stage.answers, Stage.capture)
 _CPU = torch.device("cpu")
 Json = dict[str, Any]
+Rows = list[PackedBatch]
 
 
 class RunFailed(RuntimeError):
@@ -80,12 +89,16 @@ def new_parser(description: str | None, known: Mapping[str, Sequence[str]]) -> a
         help=f"of {', '.join(known)} (default: all),\n"
         'or eagle31 with other settings, such as "cosine=optim.schedule=cosine train.seed=1"',
     )
+    parser.add_argument("--target", choices=list(TARGETS), default="embedded", help="(default: embedded)")
     parser.add_argument(
-        "--conversations",
-        type=Path,
-        metavar="FILE",
-        help="JSON lines with question and answer, such as GSM8K's: a small Qwen3 is trained on them and\n"
-        "is the target (default: the embedded target)",
+        "--held-out",
+        nargs="+",
+        default=[],
+        metavar="[NAME=]FILE",
+        help="prompts on which acceptance is measured, each file apart (default: those of the recipe)",
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="of eagle31 (default: 0 1 2)"
     )
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of every side's recipe")
     return parser
@@ -127,30 +140,23 @@ class Data:
         run_logged(command, self.directory / "log.txt")
 
 
-def prepare_data(conversations: Path | None, extra: Sequence[str], stages: Sequence[Stage] = SHARED) -> Data:
-    """Train the target if needed, and run eagle31's stages up to the captured hidden states.
+def prepare_data(arguments: argparse.Namespace, *extra: str) -> Data:
+    """Run eagle31's stages up to the captured hidden states.
 
     Args:
-        conversations: for the target and the drafters; None for the embedded target.
+        arguments: of `new_parser`.
         extra: overrides of the recipe for all sides of eagle31.
-        stages: to run, if not all of them.
     """
-    directory = Path("outputs/bench").resolve() / (conversations.stem if conversations else "embedded")
-    overrides = ["recipe=quickstart", f"output_dir={directory}", "capture.max_samples=6000"]
-    overrides += ["data.num_validation=4", "data.num_test=64"]
-    if conversations is not None:
-        target = ensure_chat_target(cache_directory() / "embedded", conversations)
-        overrides += [
-            *(f"target.model={target.model}", "target.dtype=float32"),
-            *(f"data.train={target.train}", f"data.eval={target.held_out}"),
-            # The answers in the file are not the target's.
-            "data.regenerate.enabled=true",
-            "data.regenerate.max_new_tokens=256",
-            "data.regenerate.temperature=0",
-            "data.regenerate.batch_size=64",
-        ]
-    data = Data(directory, (*overrides, *extra))
-    data.run(stages=stages)
+    directory = Path("outputs/bench").resolve() / arguments.target
+    overrides = [f"recipe={TARGETS[arguments.target]}", f"output_dir={directory}", "data.num_validation=4"]
+    overrides += ["data.num_test=64", "capture.max_samples=6000"]
+    if arguments.target == "smollm2_135m":
+        setup = subprocess.run(
+            [ROOT / "scripts/setup/smollm2"], stdout=subprocess.PIPE, text=True, check=True
+        )
+        overrides.append(f"target.model={setup.stdout.strip()}")
+    data = Data(directory, (*overrides, *extra, *arguments.set))
+    data.run(stages=SHARED)
     return data
 
 
@@ -271,11 +277,52 @@ def target_tensors(parts: TargetParts, vocab: DraftVocab) -> dict[str, Tensor]:
     }
 
 
-def measured(context: RunContext, side: Side, kept: Kept) -> tuple[Floats, Floats]:
-    """Return the drafts and the accepted tokens by draft length and held-out prompt, by replay. [K, P]"""
-    drafter, frozen = loaded(context, side, kept)
-    store = HiddenStateStore(context.artifacts[Stage.capture].directory / "test")
-    counts = replay_greedily(drafter, frozen, packed(store[index] for index in range(len(store)))).counts()
+def held_out_rows(data: Data, sources: Sequence[str]) -> dict[str, dict[int, Rows]]:
+    """Return the target's completions of held-out prompts, and its states, by source and temperature.
+
+    Args:
+        sources: [NAME=]FILE each; without any, the prompts that the data holds out.
+    """
+    context = data.context()
+    target, config = context.target, context.config
+    model = load_target(target.spec, _CPU)
+    capture = HiddenStateCapture(model, locate(model), context.drafter.aux_layer_ids)
+    completing = CompletingTarget(capture, target.parts.fingerprint, batch_size=16)
+    if sources:
+        found = parse_sources(sources, prompt_source("--held-out"))
+        cells, left_out = render_cells(
+            {name: list(source.reader()) for name, source in found.items()},
+            [PromptSetting()],
+            target.tokenizer,
+            config.data.template_kwargs,
+            num_prompts=PROMPTS,
+            max_prompt_tokens=config.data.max_tokens,
+            seed=0,
+        )
+        for name, reason in left_out.items():
+            raise UserError("--held-out", name, reason)
+    else:
+        store = HiddenStateStore(context.artifacts[Stage.capture].directory / "test")
+        samples = [store[index] for index in range(len(store))]
+        prompts = [one.input_ids[: int(one.loss_mask.nonzero()[0])].tolist() for one in samples]
+        cells = [Cell("held out", PromptSetting(), tuple(map(str, range(len(prompts)))), tuple(prompts))]
+    rows: dict[str, dict[int, Rows]] = {cell.domain: {} for cell in cells}
+    for temperature in sorted({temperature for temperature, _ in COLUMNS}):
+        sampling = Sampling(config.evaluate.max_new_tokens, target.eos_token_ids, float(temperature), 0)
+        output = data.directory / f"completions-{temperature}.jsonl"
+        for cell in complete_cells(cells, completing, sampling, output, max(k for _, k in COLUMNS)):
+            rows[cell.domain][temperature] = list(packed(cell.samples(completing)))
+    return rows
+
+
+def measured(
+    context: RunContext, side: Side, kept: Kept, rows: Rows, longest: int = MAX_DRAFT_TOKENS
+) -> tuple[Floats, Floats]:
+    """Return the drafts and the accepted tokens by draft length and held-out prompt, by replay. [K, P]
+
+    Drafts are greedy, as vLLM's are by default, whichever way the target chose its tokens.
+    """
+    counts = replay_greedily(*loaded(context, side, kept), rows, longest).counts()
     return np.array(counts["drafts"], float), np.array(counts["accepted"], float)
 
 
@@ -290,6 +337,32 @@ def loaded(context: RunContext, side: Side, kept: Kept) -> tuple[Drafter, Frozen
     drafter, frozen = new_drafter(context.config, context.drafter, vocab, projected, _CPU)
     drafter.load_state_dict(load_weights(kept.checkpoint))
     return drafter, frozen
+
+
+def end_lengths(
+    side: Side, runs: Sequence[tuple[RunContext, list[Kept]]], rows: Mapping[int, Rows]
+) -> dict[tuple[int, int], Floats]:
+    """Return the acceptance lengths of the last checkpoints by column, as `lengths_of`.
+
+    Args:
+        rows: completions by temperature.
+    """
+    counts = {
+        temperature: [measured(context, side, kept[-1], of_temperature) for context, kept in runs]
+        for temperature, of_temperature in rows.items()
+    }
+    return {(temperature, k): lengths_of(counts[temperature], k) for temperature, k in COLUMNS}
+
+
+def lengths_of(counts: Sequence[tuple[Floats, Floats]], k: int) -> Floats:
+    """Return the acceptance lengths at a draft length, of what was `measured` for each seed. [1 + B]"""
+    drafts, accepted = (np.stack([one[i][k - 1] for one in counts]) for i in (0, 1))
+    return acceptance_lengths(drafts, accepted, Resamples(drafts.shape[1]))
+
+
+def column_name(column: tuple[int, int]) -> str:
+    temperature, k = column
+    return f"k = {k}" + (f", temperature {temperature}" if temperature else "")
 
 
 def acceptance_lengths(drafts: Floats, accepted: Floats, resamples: Resamples) -> Floats:
