@@ -57,6 +57,7 @@ class Shape:
 _MEDIUM = (512, 8, 4, 64, 1536, 32_768, 8192)
 _SMALL = (256, 4, 2, 64, 768, 8192, 2048)
 _NARROW = (128, 2, 1, 64, 384, 4096, 1024)
+_SMOLLM2_135M = (576, 9, 3, 64, 1536, 49_152, 8192)
 _QWEN3_0_6B = (1024, 16, 8, 128, 3072, 151_936, 32_000)
 _LARGE = (4096, 32, 8, 128, 14_336, 128_256, 32_000)
 SHAPES = {
@@ -69,6 +70,7 @@ SHAPES = {
     "D8k": Shape("D8k", "agent", 8192, *_MEDIUM),
     "L8k": Shape("L8k", "answers only", 8192, *_NARROW, num_steps=2),
     "L64k": Shape("L64k", "answers only", 65_536, *_NARROW, num_steps=2),
+    "S": Shape("S", "chat", 1024, *_SMOLLM2_135M, num_steps=4),
     "Q": Shape("Q", "chat", 1024, *_QWEN3_0_6B),
     "E8k": Shape("E8k", "chat", 8192, *_LARGE),
     "E64k": Shape("E64k", "chat", 65_536, *_LARGE),
