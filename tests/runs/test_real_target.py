@@ -143,12 +143,17 @@ def shifted_draft_vocabulary(_: dict, tensors: dict[str, Tensor]) -> None:
     tensors["d2t"] = tensors["d2t"] + 1
 
 
+def other_rope(config: dict, _: dict[str, Tensor]) -> None:
+    config["rope_theta"] /= 100
+
+
 MISTAKES: dict[str, Change] = {
     "right": lambda config, tensors: None,
     "other layers": other_layers,
     "no fc_norm": no_fc_norm,
     "the state before the norm": state_before_the_norm,
     "a shifted draft vocabulary": shifted_draft_vocabulary,
+    "another RoPE": other_rope,
     "another target": lambda config, tensors: None,
 }
 

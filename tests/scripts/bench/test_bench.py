@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data.conversations.perturbation import PromptSetting
@@ -18,6 +19,7 @@ from scripts.bench.long_target import (
     likely_word,
     shuffled_words,
 )
+from scripts.bench.peers import PEERS
 from tests.runs.here import run_command
 from tests.scripts.bench.commands import command
 from tests.train.conftest import small_target
@@ -80,6 +82,26 @@ def test_capture_is_compared_with_prefill(
     assert all(float(row[1].replace(",", "")) > 0 for row in rows)
 
 
+def test_quality_says_when_each_side_has_what_the_better_peer_has_at_its_end() -> None:
+    quality = command("quality")
+
+    def curve(name: str, minutes: list[float], *values: float) -> quality.Curve:
+        lengths = [np.full(3, value) for value in values]
+        ends = {"chat": dict.fromkeys(quality.COLUMNS, lengths[-1])}
+        return quality.Curve(name, name in PEERS, minutes, {"chat": lengths}, ends)
+
+    sides = (
+        curve("specforge", [10, 20], 1.2, 1.4),
+        curve("speculators", [10, 20], 1.5, 2.5),
+        curve("eagle31", [1, 2], 2.0, 3.0),
+        curve("slow", [1, 2], 1.1, 1.2),
+    )
+    rows = [line.split() for line in quality.over_time(list(sides), "chat")]
+    assert " ".join(rows[0]).endswith("minutes until 2.50, the end of speculators")
+    assert [row[-1] for row in rows[1:]] == ["inf", "20.0", "1.5", "inf"]
+    assert quality.at_the_end(list(sides))[3] == ["eagle31", "chat", *["3.00 (3.00-3.00)"] * 4]
+
+
 def test_the_study_of_long_contexts_counts_what_is_as_learned_and_compares_the_same_training() -> None:
     study = command("study")
     tokenizer, rng = LongTargetSettings().new_tokenizer([]), random.Random(3)
@@ -121,4 +143,7 @@ def test_study_and_quality_train_and_measure(tmp_path: Path) -> None:
     assert "| eagle3 | 4 |" in found
     long = ("--long", "--seeds", "0", "--set", "train.max_steps=10", "train.ttt_steps=1")
     assert "| divided by eagle3's | 1." in run("study", *long, cwd=tmp_path)
-    assert "eagle31, 4 steps" in run("quality", "--sides", "eagle31", *small, cwd=tmp_path)
+    picture = tmp_path / "quality.png"
+    options = ("--sides", "eagle31", "--seeds", "0", "--plot", picture, *small)
+    assert "eagle31, 4 steps" in run("quality", *options, cwd=tmp_path)
+    assert picture.stat().st_size > 10_000
