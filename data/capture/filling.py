@@ -32,7 +32,7 @@ from data.store.index import (
 from data.store.shards import FinishedShards
 from data.store.writer import StoreWriter, disk_full, remove_all_leftovers
 
-_POLL_SECONDS = 0.5
+_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.5, 10.0
 
 # From all samples of a rank and those of them that are missing: each missing one with its states, or with the
 # reason why it is refused.
@@ -82,8 +82,8 @@ def fill_store(
         UserError: the disk cannot hold the store, the directory holds another store, or too many samples are
             refused. Finished shards are kept.
     """
-    fields = store_fields(store, manifest_fields)
-    missing = open_store(store.directory, fields, rank)
+    fields, shards = store_fields(store, manifest_fields), FinishedShards(store.directory)
+    missing = open_store(shards, fields, rank)
     if rank == 0 and missing:
         check_store_refusals(store)
         check_space(store, missing, states)
@@ -108,7 +108,7 @@ def fill_store(
                 else:
                     writer.append(sample_id, sample)
                 bar.update(lengths[sample_id])
-    finish_store(store, fields, rank)
+    finish_store(store, fields, shards, rank)
 
 
 def rank_slice(lengths: Sequence[int], rank: int, world_size: int) -> list[int]:
@@ -133,7 +133,7 @@ def store_fields(store: StoreSpec, manifest_fields: Mapping[str, Any]) -> dict[s
     )
 
 
-def open_store(directory: Path, fields: Mapping[str, Any], rank: int = 0) -> list[int]:
+def open_store(shards: FinishedShards, fields: Mapping[str, Any], rank: int = 0) -> list[int]:
     """Reserve the directory for this capture. Every rank calls this.
 
     Args:
@@ -145,11 +145,11 @@ def open_store(directory: Path, fields: Mapping[str, Any], rank: int = 0) -> lis
     Raises:
         UserError: the directory holds another capture.
     """
-    claim(directory, fields, rank)
-    missing = missing_ids(directory, FinishedShards(directory).records(), fields["dataset_samples"])
+    claim(shards.directory, fields, rank)
+    missing = missing_ids(shards.directory, shards.records(), fields["dataset_samples"])
     if missing and rank == 0:
         # The store was finished and has lost a shard.
-        (directory / MANIFEST).unlink(missing_ok=True)
+        (shards.directory / MANIFEST).unlink(missing_ok=True)
     return missing
 
 
@@ -184,6 +184,7 @@ def check_space(store: StoreSpec, missing: Sequence[int], states: CapturedStates
 def finish_store(
     store: StoreSpec,
     fields: Mapping[str, Any],
+    shards: FinishedShards,
     rank: int = 0,
 ) -> None:
     """Return once the store is finished: every sample is captured or refused, and the manifest says so.
@@ -194,6 +195,7 @@ def finish_store(
 
     Args:
         fields: from `store_fields`.
+        shards: of the store's directory.
 
     Raises:
         UserError: too many samples are refused.
@@ -201,14 +203,19 @@ def finish_store(
     directory, num_samples = store.directory, len(store.dataset)
     if rank != 0:
         # The manifest of an earlier run may still exist while a shard that it lists is replaced.
-        while not describes(directory, fields):
-            time.sleep(_POLL_SECONDS)
+        _wait_until(lambda: describes(directory, fields))
         return
-    shards = FinishedShards(directory)
-    while missing_ids(directory, shards.records(), num_samples):
-        time.sleep(_POLL_SECONDS)
+    _wait_until(lambda: not missing_ids(directory, shards.records(), num_samples))
     for line in refusal_lines(check_store_refusals(store), num_samples, directory):
         print(f"capture: {line}", file=sys.stderr)
     if not describes(directory, fields):
-        remove_all_leftovers(directory)
-        write_manifest(directory, fields)
+        remove_all_leftovers(shards)
+        write_manifest(shards, fields)
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    """Return once a condition holds, which is looked at less and less often."""
+    pause = _POLL_SECONDS
+    while not condition():
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_POLL_SECONDS)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.store.shards import DamagedShard, FinishedShards, ShardRecord
+from data.store.shards import SHARD_NAME, DamagedShard, FinishedShards, ShardRecord
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, read_json_object, write_json
 
@@ -68,7 +68,7 @@ def missing_ids(directory: Path, records: Sequence[ShardRecord], num_samples: in
     return np.flatnonzero(missing).tolist()
 
 
-def write_manifest(directory: Path, fields: Mapping[str, Any]) -> None:
+def write_manifest(shards: FinishedShards, fields: Mapping[str, Any]) -> None:
     """Declare the store finished: write the index, then the manifest.
 
     The first shard that has a sample counts. Shards whose samples are all in earlier ones are not listed.
@@ -76,7 +76,7 @@ def write_manifest(directory: Path, fields: Mapping[str, Any]) -> None:
     Args:
         fields: what the states were made with: target, revision, fingerprints, layer ids, dtype, codec.
     """
-    records, entries = FinishedShards(directory).records(), [np.empty(0, _ENTRY)]
+    directory, records, entries = shards.directory, shards.records(), [np.empty(0, _ENTRY)]
     for number, record in enumerate(records):
         entries.append(np.empty(len(record.ids), _ENTRY))
         own = entries[-1]
@@ -86,7 +86,7 @@ def write_manifest(directory: Path, fields: Mapping[str, Any]) -> None:
     captured, first = np.unique(every["sample_id"], return_index=True)
     index = every[first]
     used, index["shard"] = np.unique(index["shard"], return_inverse=True)
-    shards = [records[number] for number in used]
+    listed = [records[number] for number in used]
     partial = directory / f".{INDEX}.partial"
     with partial.open("wb") as file:
         np.save(file, index)
@@ -97,11 +97,11 @@ def write_manifest(directory: Path, fields: Mapping[str, Any]) -> None:
         **fields,
         "num_samples": len(index),
         "num_tokens": int(index["rows"][:, 0].sum()),
-        "num_bytes": sum(record.num_bytes for record in shards),
-        "num_shards": len(shards),
+        "num_bytes": sum(record.num_bytes for record in listed),
+        "num_shards": len(listed),
         "refused": {str(key): reasons[key] for key in sorted(reasons.keys() - set(captured.tolist()))},
         "index_checksum": file_checksum(directory / INDEX),
-        "shards": [[record.file, record.num_bytes, record.checksum] for record in shards],
+        "shards": [[record.file, record.num_bytes, record.checksum] for record in listed],
     }
     write_json(directory / MANIFEST, content)
 
@@ -125,7 +125,7 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     """Return the manifest, or None while the store is unfinished.
 
     Raises:
-        UserError: it is damaged, or of another version.
+        UserError: it is damaged, of another version, or names files outside of the store.
     """
     path = Path(directory) / MANIFEST
     if not path.exists():
@@ -134,6 +134,12 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     if manifest.get("format") != FORMAT:
         found = manifest.get("format")
         raise UserError("capture", path, f"It has format {found}, not {FORMAT}; delete it and capture again.")
+    for file, *_ in manifest["shards"]:
+        if not SHARD_NAME.fullmatch(file):  # The store may come from others, and name a file outside of it.
+            remedy = (
+                f"It names {file!r}, which is no name of a shard; delete this manifest and capture again."
+            )
+            raise UserError("capture", path, remedy)
     return manifest
 
 

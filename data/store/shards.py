@@ -24,7 +24,7 @@ from data.store.codec import ROWS_OF, STATES
 from eagle31.errors import UserError
 from eagle31.tensor_files import DTYPES, TensorEntry, read_header
 
-SHARD_NAME = re.compile(r"shard-(?P<writer>.+)-(?P<number>\d{5,})\.safetensors")
+SHARD_NAME = re.compile(r"shard-(?P<writer>[A-Za-z0-9_-]+)-(?P<number>\d{5,})\.safetensors")
 # The kinds of rows, in the order of the column `rows`.
 KINDS = ("tokens", "aux", "final")
 # What a shard has of each sample besides its tensors: its id, its number of rows of each kind, its crc32.
@@ -285,6 +285,14 @@ class ShardFile:
         return block.view(column.dtype).reshape(column.num_rows, *column.row_shape)
 
 
+def is_complete(path: Path) -> bool:
+    """Return whether a file is a shard that was written to its end."""
+    try:
+        return bool(SHARD_NAME.fullmatch(path.name)) and ShardFile(path).record() is not None
+    except (OSError, DamagedShard):
+        return False
+
+
 def shard_paths(directory: Path) -> list[Path]:
     """Return the shards of a directory by name, damaged ones too."""
     return sorted(path for path in directory.glob("shard-*") if SHARD_NAME.fullmatch(path.name))
@@ -295,21 +303,17 @@ class FinishedShards:
 
     def __init__(self, directory: Path) -> None:
         self.directory = Path(directory)
-        self._records: dict[tuple[str, int], ShardRecord] = {}  # by name and inode
+        self._records: dict[str, ShardRecord] = {}  # by name
 
     def records(self) -> list[ShardRecord]:
         """Return, by name, the shards that are complete: on a network, a name may come before its content.
 
-        One that an earlier call has read is not read again while it has its size.
+        One that an earlier call has read is not read again, as no writer gives a name twice.
         """
         records = {}
         for path in shard_paths(self.directory):
             try:
-                status = path.stat()
-                found = self._records.get((path.name, status.st_ino))
-                if found is None or found.num_bytes != status.st_size:
-                    found = ShardFile(path).record()
-                records[path.name, status.st_ino] = found
+                records[path.name] = self._records.get(path.name) or ShardFile(path).record()
             except (OSError, DamagedShard):
                 continue
         self._records = records

@@ -14,7 +14,7 @@ from torch import Tensor
 from data.locks import holder, try_lock
 from data.samples import CapturedSample
 from data.store.codec import encode
-from data.store.shards import FinishedShards, write_shard
+from data.store.shards import FinishedShards, is_complete, write_shard
 from eagle31.errors import UserError
 
 QUEUE_BYTES = 1 << 28
@@ -204,16 +204,16 @@ def _numbers(directory: Path, name: str) -> list[int]:
 
 def remove_leftovers(directory: Path, name: str) -> None:
     """Remove a writer's unfinished files. Only the process that holds the name may call this."""
-    finished = {record.file for record in FinishedShards(directory).records()}
     for file in os.listdir(directory):
         found = _SHARD_FILE.match(file)
-        if found and found["writer"] == name and (file.startswith(".") or found["name"] not in finished):
+        if found and found["writer"] == name and not is_complete(directory / file):
             (directory / file).unlink()
 
 
-def remove_all_leftovers(directory: Path) -> None:
+def remove_all_leftovers(shards: FinishedShards) -> None:
     """Remove the unfinished files of every writer that is not running."""
-    found = map(_SHARD_FILE.match, os.listdir(directory))
+    directory, complete = shards.directory, {record.file for record in shards.records()}
+    found = map(_SHARD_FILE.match, set(os.listdir(directory)) - complete)
     for name in sorted({one["writer"] for one in found if one}):
         if (lock := hold_name(directory, name)) is not None:
             with lock:

@@ -18,6 +18,7 @@ from data.capture.transport.spool import Spool, file_bytes, open_spool
 from data.samples import CapturedSample, StateShape
 from data.store import HiddenStateStore
 from data.store.index import write_manifest
+from data.store.shards import FinishedShards
 from data.store.writer import StoreWriter
 from eagle31.errors import UserError
 from eagle31.training.batch import PackedBatch
@@ -49,7 +50,7 @@ def write_store(directory: Path, dataset: Dataset) -> HiddenStateStore:
         for index, row in enumerate(dataset.with_format("torch")):
             states = random_states(row["input_ids"])
             writer.append(index, CapturedSample(row["input_ids"], row["loss_mask"], *states))
-    write_manifest(directory, {"codec": CODEC})
+    write_manifest(FinishedShards(directory), {"codec": CODEC})
     return HiddenStateStore(directory)
 
 

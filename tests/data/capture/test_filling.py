@@ -26,7 +26,7 @@ from data.store import HiddenStateStore
 from data.store.codec import decode, encode
 from data.store.index import refuse
 from data.store.manage import retry
-from data.store.shards import FinishedShards, ShardFile
+from data.store.shards import FinishedShards, ShardFile, write_shard
 from data.store.writer import StoreWriter
 from eagle31.errors import UserError
 from tests.data.target.tiny_target import make_capture, make_dataset, save_target
@@ -196,7 +196,7 @@ def opened(directory: Path) -> tuple[Dataset, StoreSpec, dict]:
     """Open a store in a directory; return what `finish_store` takes, and the dataset."""
     store = StoreSpec(directory, make_dataset(), CODEC)
     fields = store_fields(store, FIELDS)
-    assert open_store(directory, fields) == list(range(12))
+    assert open_store(FinishedShards(directory), fields) == list(range(12))
     return store.dataset, store, fields
 
 
@@ -205,9 +205,9 @@ def test_refused_samples_count_as_done_until_they_are_tried_again(
 ) -> None:
     dataset, expected, fields = opened(tmp_path)
     refuse(tmp_path, 7, "the server does not take it")
-    assert open_store(tmp_path, fields) == [i for i in range(12) if i != 7]
-    _fill(tmp_path, dataset, open_store(tmp_path, fields))
-    finish_store(expected, fields)
+    assert open_store(FinishedShards(tmp_path), fields) == [i for i in range(12) if i != 7]
+    _fill(tmp_path, dataset, open_store(FinishedShards(tmp_path), fields))
+    finish_store(expected, fields, FinishedShards(tmp_path))
     reported = capsys.readouterr().err
     assert "1 of 12 samples were refused" in reported
     assert "sample 7: the server does not take it" in reported
@@ -215,10 +215,31 @@ def test_refused_samples_count_as_done_until_they_are_tried_again(
     assert retry(tmp_path) == {7: "the server does not take it"}
     with pytest.raises(UserError, match="unfinished"):
         HiddenStateStore(tmp_path)
-    assert open_store(tmp_path, fields) == [7]
+    assert open_store(FinishedShards(tmp_path), fields) == [7]
     _fill(tmp_path, dataset, [7])
-    finish_store(expected, fields)
+    finish_store(expected, fields, FinishedShards(tmp_path))
     assert HiddenStateStore(tmp_path).sample_ids.tolist() == list(range(12))
+
+
+def test_a_store_of_many_writers_is_finished_with_one_read_of_each_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_writers, read = 512, ShardFile.record
+    states = CapturedSample(torch.tensor([1]), torch.tensor([True]), torch.zeros(1, 3, 4), torch.zeros(1, 4))
+    for i in range(num_writers):
+        write_shard(tmp_path / f"shard-rank-{i}-00000.safetensors", [(i, encode(states, CODEC))])
+    files: list[str] = []
+    monkeypatch.setattr(ShardFile, "record", lambda shard: files.append(shard._file.path.name) or read(shard))
+    StoreWriter(tmp_path, "rank-7", CODEC, 1000).close()
+    assert files == ["shard-rank-7-00000.safetensors"]
+    files.clear()
+    dataset = Dataset.from_dict({"input_ids": [[1]] * num_writers, "loss_mask": [[True]] * num_writers})
+    store, shards = StoreSpec(tmp_path, dataset, CODEC), FinishedShards(tmp_path)
+    fields = store_fields(store, FIELDS)
+    assert not open_store(shards, fields)
+    finish_store(store, fields, shards)
+    assert len(files) == num_writers
+    assert len(HiddenStateStore(tmp_path)) == num_writers
 
 
 @pytest.mark.parametrize("num_refused", [6, 7])
@@ -228,10 +249,10 @@ def test_a_store_may_lack_half_of_a_few_samples(tmp_path: Path, num_refused: int
     for sample_id in range(num_refused):
         refuse(tmp_path, sample_id, "the server takes nothing")
     if num_refused == 6:
-        finish_store(store, fields)
+        finish_store(store, fields, FinishedShards(tmp_path))
         return
     with pytest.raises(UserError, match=r"7 of 12 samples refused.*scripts/store retry"):
-        finish_store(store, fields)
+        finish_store(store, fields, FinishedShards(tmp_path))
     assert not (tmp_path / "manifest.json").exists()
 
 

@@ -54,7 +54,7 @@ def write_store(directory: Path, codec: str = EXACT, **changes: Any) -> None:
     claim(directory, own)
     append_all(directory, [6, 1, 4, 0], "a", codec)
     append_all(directory, [5, 3, 2], "b", codec)
-    write_manifest(directory, own)
+    write_manifest(FinishedShards(directory), own)
 
 
 def encoded(index: int, codec: str = EXACT) -> CapturedSample:

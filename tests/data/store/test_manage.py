@@ -2,6 +2,7 @@ from pathlib import Path
 
 from data.store.index import claim, write_manifest
 from data.store.manage import Contents, damage
+from data.store.shards import FinishedShards
 from tests.data.store.samples import (
     append_all,
     flip_last_byte,
@@ -43,5 +44,5 @@ def test_contents_of_an_unfinished_store(tmp_path: Path) -> None:
     assert not contents.finished
     assert contents.missing == [0, 1, 3, 5, 6]
     append_all(directory, contents.missing)
-    write_manifest(directory, contents.settings)
+    write_manifest(FinishedShards(directory), contents.settings)
     assert Contents.read(directory).finished

@@ -49,7 +49,7 @@ def test_a_sample_that_two_shards_hold_is_the_first_ones(tmp_path: Path) -> None
     append_all(tmp_path, [2, 1], "b")
     append_all(tmp_path, [0, 1, 3, 4, 5, 6], "a")
     flip_last_byte(tmp_path / "shard-b-00000.safetensors")  # in the mask of its sample 1
-    write_manifest(tmp_path, settings())
+    write_manifest(FinishedShards(tmp_path), settings())
     store = HiddenStateStore(tmp_path)
     assert store.manifest["num_samples"] == 7
     assert store.manifest["num_tokens"] == sum(LENGTHS)
@@ -92,7 +92,7 @@ def test_few_shards_are_open_at_a_time_and_threads_share_them(
 ) -> None:
     claim(tmp_path, settings(60))
     append_all(tmp_path, range(60), shard_tokens=1)
-    write_manifest(tmp_path, settings(60))
+    write_manifest(FinishedShards(tmp_path), settings(60))
     monkeypatch.setattr(reader, "_MAX_OPEN_SHARDS", 2)
     store = HiddenStateStore(tmp_path, num_threads=4)
     before = len(os.listdir("/proc/self/fd"))
@@ -115,6 +115,15 @@ def test_missing_or_cut_shard_is_found_before_training_and_only_its_samples_are_
     assert set(missing_ids(tmp_path, FinishedShards(tmp_path).records(), 7)) == set(lost)
 
 
+@pytest.mark.parametrize("name", ["../a/shard-a-00000.safetensors", "shard-../../b-00000.safetensors", "/x"])
+def test_a_manifest_names_files_of_the_store_only(tmp_path: Path, name: str) -> None:
+    write_store(tmp_path / "store")
+    manifest = tmp_path / "store" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("shard-a-00000.safetensors", name))
+    with pytest.raises(UserError, match="is no name of a shard"):
+        HiddenStateStore(tmp_path / "store")
+
+
 @pytest.mark.parametrize("damage", ["gone", "altered"])
 def test_damaged_index_is_found_at_open(tmp_path: Path, damage: str) -> None:
     write_store(tmp_path)
@@ -123,5 +132,5 @@ def test_damaged_index_is_found_at_open(tmp_path: Path, damage: str) -> None:
     with pytest.raises(DamagedShard, match=r"index\.npy.*makes it again"):
         HiddenStateStore(tmp_path)
     assert not describes(tmp_path, settings())
-    write_manifest(tmp_path, settings())
+    write_manifest(FinishedShards(tmp_path), settings())
     assert_equal(HiddenStateStore(tmp_path)[4], encoded(4))

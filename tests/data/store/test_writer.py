@@ -144,7 +144,7 @@ def test_killed_at_any_moment_every_sample_is_there_once(tmp_path: Path) -> None
     held = Counter(i for record in FinishedShards(directory).records() for i in record.sample_ids)
     assert held == Counter(range(num_samples))
     assert kills > 3
-    write_manifest(directory, settings(num_samples))
+    write_manifest(FinishedShards(directory), settings(num_samples))
     for sample_id, sample in enumerate(HiddenStateStore(directory).get_many(range(num_samples))):
         assert_equal(sample, encoded(sample_id))
     assert not [path for path in directory.iterdir() if path.name.endswith(".partial")]
@@ -159,7 +159,7 @@ def test_leftovers_go_when_nobody_writes_under_their_name(tmp_path: Path) -> Non
     (tmp_path / "shard-c-00000.safetensors").write_bytes(b"damaged")
     with StoreWriter(tmp_path, "busy", EXACT, 15) as writer:
         (tmp_path / ".shard-busy-00009.safetensors.partial").write_bytes(b"half")
-        remove_all_leftovers(tmp_path)
+        remove_all_leftovers(FinishedShards(tmp_path))
         assert (tmp_path / ".shard-busy-00009.safetensors.partial").exists()
         assert writer.name == "busy"
     left = sorted(path.name for path in tmp_path.glob("*shard-*"))
