@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from data.conversations import boundaries, token_bytes
+from data.conversations import boundaries
 from data.conversations.choices import Turns
 from data.conversations.masks import render
 from data.conversations.schemas import Conversation
@@ -10,6 +10,7 @@ from data.conversations.token_bytes import token_ends
 from tests.data.conversations import chat_templates as templates
 from tests.data.conversations.chat_templates import (
     byte_level_tokenizer,
+    sentencepiece_tokenizer,
 )
 from tests.data.conversations.jsonl_files import conversation
 
@@ -38,14 +39,24 @@ def test_the_ends_are_those_of_the_tokens_bytes():
     assert token_ends(tokenizer, text + " ", ids) is None
 
 
-@pytest.mark.parametrize("name", ["PLAIN", "HEADERS", "CHATML_MARKED"])
-def test_one_encoding_finds_the_same_tokens_as_encoding_each_prompt(name, monkeypatch):
-    tokenizer = byte_level_tokenizer(getattr(templates, name))
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (byte_level_tokenizer, "PLAIN"),
+        (byte_level_tokenizer, "HEADERS"),
+        (byte_level_tokenizer, "CHATML_MARKED"),
+        (sentencepiece_tokenizer, "INSTRUCTIONS"),
+        (sentencepiece_tokenizer, "PLAIN"),
+    ],
+)
+def test_one_encoding_finds_the_same_tokens_as_encoding_each_prompt(make, name, monkeypatch):
+    tokenizer = make(getattr(templates, name))
     settings = {"turns": Turns.each, "template_kwargs": {}, "eos_token_ids": {tokenizer.eos_token_id}}
     data = conversations(60)
     found = [render(tokenizer, one, **settings) for one in data]
+    text = tokenizer.apply_chat_template(data[0].messages, tokenize=False)
+    assert token_ends(tokenizer, text, tokenizer(text, add_special_tokens=False)["input_ids"])
     monkeypatch.setattr(boundaries, "token_ends", lambda *_: None)
     assert [render(tokenizer, one, **settings) for one in data] == found
     if name == "PLAIN":
         assert sum(sample.num_straddling for samples in found for sample in samples) > 3
-    assert token_bytes._bytes_of_tokens(tokenizer) is not None
