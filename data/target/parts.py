@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 
 from data.target.checkpoint import read_modules
-from data.target.head import TargetHead
+from data.target.head import TargetHead, logit_scale
 from data.target.loading import check_attention, compute_dtype, load_config, meta_model
 from data.target.modules import locate
 from data.target.spec import TargetSpec
@@ -50,6 +50,8 @@ def load_target_parts(spec: TargetSpec) -> TargetParts:
     config = load_config(spec)
     model = meta_model(config, spec)
     modules = locate(model)
+    softcap = getattr(config.get_text_config(), "final_logit_softcapping", None)
+    scale = logit_scale(model, modules, softcap)
     needed = (modules.embed_tokens, modules.final_norm, modules.lm_head)
     states = read_modules(spec.checkpoint, model, needed)
     for module, state, part in zip(needed, states, ("embedding", "final norm", "head"), strict=True):
@@ -57,8 +59,7 @@ def load_target_parts(spec: TargetSpec) -> TargetParts:
         _check_finite(part, state, spec)
     embedding, norm, lm_head = states
     dtype = compute_dtype(spec, config) or embedding["weight"].dtype
-    softcap = getattr(config.get_text_config(), "final_logit_softcapping", None)
-    head = TargetHead(_filled(modules.final_norm, norm), _filled(modules.lm_head, lm_head), softcap)
+    head = TargetHead(_filled(modules.final_norm, norm), _filled(modules.lm_head, lm_head), softcap, scale)
     return TargetParts(
         config=config,
         embed_tokens=embedding["weight"].to(dtype),

@@ -78,7 +78,7 @@ def frozen_rows(
         return embed_tokens, initial.drafter.lm_head.weight.detach()
     if projected:
         return projected["embed_tokens"], projected["lm_head"]
-    return parts.embed_tokens, parts.head.weight[vocab.target_ids].float()
+    return parts.embed_tokens, _head_rows(vocab, parts)
 
 
 def projected_rows(width: int, vocab: DraftVocab, parts: TargetParts) -> dict[str, Tensor]:
@@ -86,8 +86,13 @@ def projected_rows(width: int, vocab: DraftVocab, parts: TargetParts) -> dict[st
 
     The directions of a projection depend on the number of threads, so that it is made once and kept.
     """
-    rows = {"embed_tokens": parts.embed_tokens, "lm_head": parts.head.weight[vocab.target_ids].float()}
+    rows = {"embed_tokens": parts.embed_tokens, "lm_head": _head_rows(vocab, parts)}
     return {name: project_width(one, width).contiguous() for name, one in rows.items()}
+
+
+def _head_rows(vocab: DraftVocab, parts: TargetParts) -> Tensor:
+    """Return the target's rows with its scale, which no engine applies to a drafter's logits."""
+    return parts.head.weight[vocab.target_ids].float() * parts.head.scale
 
 
 def initialize(drafter: Drafter, std: float = 0.02) -> None:

@@ -1,6 +1,7 @@
 """The vLLM servers across the stages: when they start, what is checked of them, and when they end."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from data.capture.vllm.arguments import CaptureEngine, check_final_states
 from data.capture.vllm.client import VllmClient, check_states, check_target
@@ -10,7 +11,7 @@ from train.config.capture import CaptureSource
 from train.config.run import RunConfig, Stage, uses_servers, uses_torchspec
 from train.context import RunContext
 from train.distributed import World
-from train.engines.probe import check_servers
+from train.engines.probe import check_servers, probe_states
 from train.engines.servers import server_settings
 from train.engines.transport import open_transport, rank_name
 from train.plan.target import longest_prompt
@@ -96,9 +97,10 @@ def _check(context: RunContext, stage: Stage) -> None:
             check_unchanged(server, info, samples=samples)
 
     if world.is_main:
-        check_servers(servers.clients(everywhere=True), check, None, key="")
+        check_servers(servers.clients(everywhere=True), check)
     if stage in _CAPTURERS and world.leads_node:
-        with open_transport(config, target, world.rank, config.capture.codec) as opened:
+        with open_transport(config, target, world.rank, "exact") as opened:
             # A transport is cleared of the keys that begin with the rank's name.
             key = f"{rank_name(context.output_dir, world.rank)}-probe"
-            check_servers(servers.clients(everywhere=False), check, opened.transport, key)
+            probe = partial(probe_states, transport=opened.transport, key=key, head=target.parts.head)
+            check_servers(servers.clients(everywhere=False), check, probe)

@@ -81,24 +81,29 @@ class VllmClient:
         await self.capture(prompt.input_ids, prompt.task)
         return []
 
-    async def capture(self, input_ids: list[int], params: dict[str, Any]) -> None:
+    async def capture(self, input_ids: list[int], params: dict[str, Any], **fields: Any) -> dict[str, Any]:
         """Have the server compute a prompt and deliver its states, which may arrive after the answer.
 
         Args:
             params: the `kv_transfer_params`; {} captures nothing.
+            fields: further fields of the request.
+
+        Returns:
+            The answer.
 
         Raises:
             Unavailable, Refused: see these classes.
             UserError: the server is not set up as required, or has ended for good.
         """
-        fields = {"max_tokens": 1, "temperature": 0.0, "kv_transfer_params": params}
-        answer = (await self._complete(input_ids, fields, self._answer_seconds)).get("kv_transfer_params")
-        own = answer.get(PARAMS) if isinstance(answer, dict) else None
+        fields |= {"max_tokens": 1, "temperature": 0.0, "kv_transfer_params": params}
+        answer = await self._complete(input_ids, fields, self._answer_seconds)
+        own = (answer.get("kv_transfer_params") or {}).get(PARAMS)
         if params and not isinstance(own, dict):
             remedy = "It runs without eagle31's connector; start it with scripts/serve_target."
             raise UserError("vllm.servers", self.name, remedy)
         if own and "error" in own:
             raise Refused(str(own["error"]))
+        return answer
 
     async def generate(self, input_ids: list[int], sampling: Sampling) -> list[int]:
         """Return a prompt's completion, which includes the first stop token; raise what `capture` does."""

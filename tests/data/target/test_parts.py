@@ -8,9 +8,14 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
     Gemma3TextConfig,
+    GraniteConfig,
+    HyperCLOVAXConfig,
+    MiniCPM3Config,
     PreTrainedConfig,
     Qwen3_5TextConfig,
+    RecurrentGemmaConfig,
 )
 
 from data.target.loading import load_target
@@ -104,6 +109,46 @@ def test_captured_states_give_the_logits_with_a_norm_that_scales_by_one_plus_its
     torch.testing.assert_close(head(last), logits, rtol=1e-5, atol=1e-5)
     plain = nn.functional.rms_norm(last, (HIDDEN_SIZE,), head.norm.weight, 1e-6) @ head.weight.T
     assert not torch.allclose(plain, logits, atol=1e-2)
+
+
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [
+        (GraniteConfig(**_SMALL, logits_scaling=6.0), 1 / 6),  # divides
+        (HyperCLOVAXConfig(**_SMALL, logits_scaling=6.0), 6.0),
+        (CohereConfig(**_SMALL, logit_scale=0.0625), 0.0625),
+        (MiniCPM3Config(**_SMALL | _LATENT, dim_model_base=8), 8 / HIDDEN_SIZE),  # of the states
+    ],
+)
+def test_the_head_has_the_scale_that_the_targets_code_applies(
+    tmp_path: Path, config: PreTrainedConfig, scale: float
+) -> None:
+    torch.manual_seed(0)
+    save_model(AutoModelForCausalLM.from_config(config), tmp_path)
+    spec = TargetSpec(str(tmp_path), dtype="float32")
+    head = load_target_parts(spec).head
+    final_hidden, logits = final_hidden_and_logits(spec)
+    assert head.scale == pytest.approx(scale, rel=1e-6)
+    torch.testing.assert_close(head(final_hidden), logits)
+    torch.testing.assert_close(head.rows(torch.arange(7))(final_hidden), logits[..., :7])
+
+
+def test_a_target_that_does_more_to_its_logits_is_refused(tmp_path: Path) -> None:
+    # Its cap has another name than those of other families.
+    config = RecurrentGemmaConfig(**_SMALL, lru_width=HIDDEN_SIZE, logits_soft_cap=5.0)
+    save_model(AutoModelForCausalLM.from_config(config), tmp_path)
+    with pytest.raises(UserError, match="RecurrentGemmaForCausalLM does more to its logits"):
+        load_target_parts(TargetSpec(str(tmp_path)))
 
 
 def replaced(config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 
@@ -22,7 +23,7 @@ from data.capture.arriving import ArrivingStates
 from data.capture.dispatch import PATIENCE_SECONDS
 from data.capture.producer import EngineProducer
 from data.capture.transport.mooncake import MooncakeTransport, state_bytes
-from data.capture.transport.spool import Spool
+from data.capture.transport.spool import Spool, open_spool
 from data.capture.vllm.capture_request import PARAMS, CaptureRequest, capture_tasks
 from data.capture.vllm.client import VllmClient
 from data.capture.vllm.server_info import INFO_PATH
@@ -32,6 +33,7 @@ from data.samples import StateShape
 from data.sampling import Sampling
 from data.store import HiddenStateStore
 from data.store.shards import FinishedShards
+from data.target.head import TargetHead
 from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
@@ -67,6 +69,7 @@ from tests.data.capture.vllm.targets import (
 )
 from tests.processes import EVERY_ADDRESS, command_of, listening
 from tests.runs.model_runner import model_runner
+from train.engines.probe import check_servers, probe_states
 
 IDS = (0, 1, 2, 3, 4)
 NUM_SAMPLES = 120
@@ -183,6 +186,21 @@ def test_servers_that_are_set_up_differently_are_refused(
     with pytest.raises(UserError, match="tokens where a sample has"):
         answer_prompts(writer, [[1, 2]], sampling, output=root / "long.jsonl", model_fingerprint="f")
     writer.close()
+
+
+def test_a_server_whose_probabilities_are_not_those_of_the_head_is_refused(
+    server: Server, spec: TargetSpec, root: Path
+) -> None:
+    head = load_target_parts(spec).head
+    with open_spool(root, "probed", CODEC, 1_000_000) as spool:
+
+        def probe(head: TargetHead) -> None:
+            states = partial(probe_states, transport=spool, key="probed-0", head=head)
+            check_servers([client(server, 1)], lambda *_: None, states)
+
+        probe(head)
+        with pytest.raises(UserError, match="not the states that its head reads"):
+            probe(TargetHead(head.norm, head.lm_head, scale=1 / 8))
 
 
 def test_a_server_that_captures_writes_answers_too_and_keeps_no_states_of_them(
