@@ -2,11 +2,10 @@
 
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-from data.locks import try_lock
+from data.locks import lock
 
 
 def cache_directory() -> Path:
@@ -26,9 +25,7 @@ def build_once(finished: Path, build: Callable[[Path], None]) -> None:
     if finished.is_dir():
         return
     finished.parent.mkdir(parents=True, exist_ok=True)
-    while (lock := try_lock(finished.with_name(f"{finished.name}.lock"))) is None:
-        time.sleep(0.1)
-    with lock:
+    with lock(finished.with_name(f"{finished.name}.lock")):
         if not finished.is_dir():
             partial = finished.with_name(f"{finished.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)  # what a process that died has left

@@ -4,7 +4,6 @@ A user can set the modification time back, as `cp -p` does, and replace a file i
 size; the time of change (ctime) is set by the kernel alone, at every write.
 """
 
-import fcntl
 import hashlib
 import json
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from data.cache import cache_directory
+from data.locks import lock
 from data.progress import Progress
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
@@ -39,8 +39,7 @@ def hash_files(files: Sequence[Path]) -> list[str]:
     name = hashlib.sha256(str(paths[0].parent).encode()).hexdigest()[:24]
     memory = cache_directory() / "file_hashes" / f"{name}.json"
     memory.parent.mkdir(parents=True, exist_ok=True)
-    with memory.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with lock(memory.with_suffix(".lock")):
         known = json.loads(memory.read_text()) if memory.exists() else {}
         found = _hash_missing(paths, known)
         write_json(memory, known | {_key(path): digest for path, digest in zip(paths, found, strict=True)})

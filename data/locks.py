@@ -4,11 +4,14 @@ import errno
 import fcntl
 import os
 import socket
+import time
+from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import IO
 
 from eagle31.errors import UserError
 
+_POLL_SECONDS = 0.1
 # What flock raises where the file system does not have it.
 _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
@@ -16,7 +19,8 @@ _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 def try_lock(path: Path) -> IO[str] | None:
     """Return the lock of a file, which is created where it does not exist; None where another process has it.
 
-    The kernel releases the lock when it is closed, or when the process ends: forked processes do not have it.
+    The kernel releases the lock when it is closed, or when the process ends: processes that multiprocessing
+    forks do not have it.
 
     Raises:
         UserError: the file system has no flock.
@@ -37,10 +41,17 @@ def try_lock(path: Path) -> IO[str] | None:
             "Lustre with `-o flock`, or give a directory on another one."
         )
         raise UserError("lock", path, remedy) from error
-    os.register_at_fork(after_in_child=file.close)
+    register_after_fork(file, lambda inherited: inherited.close())  # as long as the lock exists
     file.truncate(0)
     print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
     return file
+
+
+def lock(path: Path) -> IO[str]:
+    """Return the lock of a file once no other process has it; raise what `try_lock` does."""
+    while (taken := try_lock(path)) is None:
+        time.sleep(_POLL_SECONDS)
+    return taken
 
 
 def holder(path: Path) -> str:

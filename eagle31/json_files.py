@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 from eagle31.errors import UserError
 
@@ -19,15 +19,23 @@ def write_text(path: Path, text: str) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with open(partial, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        with replacing(path) as file:
+            file.write(text.encode())
     except IsADirectoryError:
         raise _is_directory(path) from None
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a file that takes the place of `path` once it is on disk; an error leaves nothing of it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # Otherwise the name may outlast a power failure, and the content not.
+        os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 

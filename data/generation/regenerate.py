@@ -18,7 +18,7 @@ from data.conversations.tokenize import SAMPLE_SCHEMA, check_refused, print_mark
 from data.generation.answers import AnswerGenerator, Block, answer_dialogues, record_batch
 from data.generation.dialogue import Regenerated, repeats_itself
 from data.sampling import Sampling
-from eagle31.json_files import read_json, write_json
+from eagle31.json_files import read_json, replacing, write_json
 
 Refusals = list[tuple[str, str]]
 
@@ -98,8 +98,13 @@ def regenerate(
 
     def finished(block: Block) -> None:
         dialogues = cast("Sequence[Regenerated]", block.dialogues)
-        partial = block.output.with_suffix(".partial")
-        with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_stream(sink, SAMPLE_SCHEMA) as writer:
+        found = {
+            "refused": [(one.conversation.id, one.refused) for one in dialogues if one.refused],
+            "ends": Counter(one.ended for one in dialogues if one.ended is not None),
+        }
+        write_json(block.output.with_suffix(".json"), found)
+        arrow = block.output.with_suffix(".arrow")
+        with replacing(arrow) as sink, pa.ipc.new_stream(sink, SAMPLE_SCHEMA) as writer:
             for start in range(0, len(block.turns), _BATCH_SAMPLES):
                 named = [
                     (f"{dialogues[one.index].conversation.id}/{one.turn}", one.prompt, one.ids)
@@ -107,12 +112,6 @@ def regenerate(
                     if one.ids and not repeats_itself(one.ids, stops)
                 ]
                 writer.write_batch(record_batch(named, max_tokens))
-        found = {
-            "refused": [(one.conversation.id, one.refused) for one in dialogues if one.refused],
-            "ends": Counter(one.ended for one in dialogues if one.ended is not None),
-        }
-        write_json(block.output.with_suffix(".json"), found)
-        partial.replace(block.output.with_suffix(".arrow"))
         add(block.number, block.output)
 
     def add(number: int, output: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from data.store.shards import SHARD_NAME, DamagedShard, FinishedShards, ShardRecord
 from eagle31.errors import UserError
-from eagle31.json_files import read_json, read_json_object, write_json
+from eagle31.json_files import read_json, read_json_object, replacing, write_json
 
 FORMAT = 5
 # The version of what the states are; part of the fingerprint of a capture.
@@ -87,10 +87,8 @@ def write_manifest(shards: FinishedShards, fields: Mapping[str, Any]) -> None:
     index = every[first]
     used, index["shard"] = np.unique(index["shard"], return_inverse=True)
     listed = [records[number] for number in used]
-    partial = directory / f".{INDEX}.partial"
-    with partial.open("wb") as file:
+    with replacing(directory / INDEX) as file:
         np.save(file, index)
-    partial.replace(directory / INDEX)
     reasons = refused(directory)
     content = {
         "format": FORMAT,

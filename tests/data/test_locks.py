@@ -1,7 +1,9 @@
 import errno
 import fcntl
+import gc
 import multiprocessing
 import os
+import weakref
 from collections.abc import Callable
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -45,6 +47,16 @@ def test_a_lock_is_free_once_its_holder_is_killed_and_not_before(tmp_path: Path)
         assert try_lock(path) is None
     os.close(reading)
     os.close(writing)
+
+
+def test_nothing_keeps_a_lock_that_was_released(tmp_path: Path) -> None:
+    lock = try_lock(tmp_path / "lock")
+    assert lock is not None
+    lock.close()
+    kept = weakref.ref(lock)
+    del lock
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_file_system_without_flock_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

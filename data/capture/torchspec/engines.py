@@ -288,13 +288,16 @@ class EngineGroup:
                     healthy = ray.get(question)
                 except ray.exceptions.RayError as error:
                     healthy, reason = False, error
-                if not healthy:
-                    logger.warning("an engine of TorchSpec ended, and is started again: %s", reason)
-                    self._closing.wait(_RESTART_SECONDS)
-                    ray.kill(self._engines[index])
-                    self._engines[index], _ = self._make(index)
-                    self._published(index, self._engines[index])
-                asked[index] = self._engines[index].health_check.remote()
+                try:
+                    if not healthy:
+                        logger.warning("an engine of TorchSpec ended, and is started again: %s", reason)
+                        self._closing.wait(_RESTART_SECONDS)
+                        ray.kill(self._engines[index])
+                        self._engines[index], _ = self._make(index)
+                        self._published(index, self._engines[index])
+                    asked[index] = self._engines[index].health_check.remote()
+                except Exception:  # Ray may be short of something; the run ends if this lasts.
+                    logger.exception("engine %d of TorchSpec did not start; it is tried again", index)
 
 
 def _launch_master(arguments: Any) -> Any:

@@ -1,6 +1,7 @@
 """The target's turns in place of the recorded ones."""
 
 import json
+import os
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -100,8 +101,14 @@ def expected(
 
 @pytest.mark.parametrize("in_batches", [True, False])
 def test_every_turn_is_generated_after_the_targets_earlier_completions(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, in_batches: bool
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    in_batches: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr("os.fsync", lambda number: synced.append(os.readlink(f"/proc/self/fd/{number}")))
     one = one_at_a_time(model, tokenizer)
     generator = TransformersGenerator(model, 2) if in_batches else one
     dataset = regenerated(generator, tokenizer, tmp_path, block_turns=100 if in_batches else 3)
@@ -118,6 +125,7 @@ def test_every_turn_is_generated_after_the_targets_earlier_completions(
     assert len(set(one.seeds)) == (0 if in_batches else NUM_TURNS)
     # The conversations have 1, 3, 3 and 1 turns.
     assert len(list(tmp_path.glob("*.arrow"))) == (1 if in_batches else 3)
+    assert sum(".arrow" in file for file in synced) == (1 if in_batches else 3)
 
 
 def jsonl(*rows: dict[str, Any]) -> str:
