@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset
 from numpy.typing import NDArray
 
-from data.capture.tokens import dataset_lengths, dataset_rows, tokens_fingerprint
+from data.capture.tokens import dataset_lengths, dataset_rows
 from data.progress import Progress
 from data.refusals import check_refusals, refusal_lines, retry_remedy
 from data.samples import CapturedSample
@@ -57,6 +57,7 @@ class StoreSpec:
     directory: Path
     dataset: Dataset  # columns input_ids and loss_mask
     codec: str
+    tokens_fingerprint: str  # of the dataset
 
 
 def fill_store(
@@ -127,7 +128,7 @@ def store_fields(store: StoreSpec, manifest_fields: Mapping[str, Any]) -> dict[s
         {
             **manifest_fields,
             "codec": store.codec,
-            "tokens_fingerprint": tokens_fingerprint(store.dataset),
+            "tokens_fingerprint": store.tokens_fingerprint,
             "dataset_samples": len(store.dataset),
         }
     )

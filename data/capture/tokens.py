@@ -24,7 +24,7 @@ def dataset_lengths(dataset: Dataset) -> list[int]:
 def tokens_fingerprint(dataset: Dataset) -> str:
     """Return the sha256 of the samples' lengths, ids and masks, whatever the dataset's origin."""
     digest = hashlib.sha256()
-    for lengths, ids, mask in _batches(dataset):
+    for lengths, ids, mask in token_batches(dataset):
         digest.update(lengths.astype("<i4").tobytes())
         digest.update(ids.astype("<i4").tobytes())
         digest.update(mask.astype("u1").tobytes())
@@ -44,7 +44,7 @@ def dataset_supervision(dataset: Dataset) -> NDArray:
         int64 [N, 3]: the keys that its supervised positions read, the supervised positions, and the pairs of
         a supervised position and a key that it reads.
     """
-    parts = [_supervision(lengths, mask) for lengths, _, mask in _batches(dataset)]
+    parts = [_supervision(lengths, mask) for lengths, _, mask in token_batches(dataset)]
     return np.concatenate([*parts, np.empty((0, 3), np.int64)])
 
 
@@ -68,7 +68,8 @@ class TokenRows:
         return list(zip(torch.tensor(ids).split(sizes), torch.tensor(mask).split(sizes), strict=True))
 
 
-def _batches(dataset: Dataset) -> Iterator[tuple[NDArray, NDArray, NDArray]]:
+def token_batches(dataset: Dataset) -> Iterator[tuple[NDArray, NDArray, NDArray]]:
+    """Yield what `TokenRows.flat` returns, of some samples at a time."""
     return map(_arrays, dataset.with_format("arrow", columns=_COLUMNS).iter(batch_size=_BATCH_ROWS))
 
 

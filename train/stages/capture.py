@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, load_from_disk
+from datasets import load_from_disk
 
 from data.capture.filling import Capture, CapturedStates, StoreSpec, fill_store
 from data.capture.hf_source import capture_samples
@@ -72,14 +72,18 @@ def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
     """Write stores of hidden states: `validation/`, `test/`, and `train/` if training reads that."""
     answers = context.artifacts[Stage.answers].directory
     datasets = {name: load_from_disk(str(answers / name)) for name in HELD_OUT}
-    capture, samples = context.config.capture, training_samples(context.artifacts[Stage.data])
+    tokens = {name: tokens_fingerprint(dataset) for name, dataset in datasets.items()}
+    capture, data = context.config.capture, context.artifacts[Stage.data]
+    samples, tokens["train"] = training_samples(data), data.summary["tokens_fingerprint"]
     if capture.store is not None:
-        check_samples(capture.store, samples)
+        check_samples(capture.store, len(samples), tokens["train"])
     elif capture.mode is CaptureMode.offline:
         datasets["train"] = samples
     # Replay equals serving only if it reads the exact states.
     codecs = dict.fromkeys(HELD_OUT, "exact") | {"train": capture.codec}
-    specs = [StoreSpec(directory / name, dataset, codecs[name]) for name, dataset in datasets.items()]
+    specs = [
+        StoreSpec(directory / name, dataset, codecs[name], tokens[name]) for name, dataset in datasets.items()
+    ]
     fields = manifest_fields(context.target, context.drafter.aux_layer_ids)
     SOURCES[capture.source](context, specs, fields)
     stores = {name: HiddenStateStore(directory / name) for name in datasets}
@@ -174,13 +178,13 @@ def check_states(location: str, expected: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in _PLACES}
 
 
-def check_samples(location: str, dataset: Dataset) -> None:
+def check_samples(location: str, num_samples: int, tokens_fingerprint: str) -> None:
     """Raise UserError if a given store holds states of other samples than those of the training data."""
     fields = store_description(location)
-    expected = {"dataset_samples": len(dataset), "tokens_fingerprint": tokens_fingerprint(dataset)}
+    expected = {"dataset_samples": num_samples, "tokens_fingerprint": tokens_fingerprint}
     if any(fields[name] != value for name, value in expected.items()):
         remedy = (
-            f"It holds {fields['dataset_samples']:,} samples of other data than this run's {len(dataset):,}; "
+            f"It holds {fields['dataset_samples']:,} samples of other data than this run's {num_samples:,}; "
             "give the run the data, the split and the seed that the store was captured with."
         )
         raise UserError("capture.store", location, remedy)

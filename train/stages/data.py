@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 import torch
 from datasets import Dataset, load_from_disk
 
+from data.capture.tokens import token_batches, tokens_fingerprint
 from data.conversations.augmentation import AugmentedConversations
 from data.conversations.mixing import mix, print_left_out, remove_tables
 from data.conversations.perturbation import template_source
@@ -174,6 +175,8 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
         summary |= asdict(report)
     remove_tables(directory)
     _choose(directory, limit, context.config.seed, context.target.parts.vocab_size)
+    # Later stages compare stores with it, on every rank, without reading the tokens.
+    summary["tokens_fingerprint"] = tokens_fingerprint(load_from_disk(str(directory / "train")))
     if not summary["num_samples"]:
         raise UserError("data.train", data.train, "No sample has two assistant tokens in a row to train on.")
     return summary
@@ -183,9 +186,8 @@ def _choose(directory: Path, limit: int | None, seed: int, vocab_size: int) -> N
     """Count the tokens of all samples, for the draft vocabulary, and keep the random ones to train on."""
     dataset = load_from_disk(str(directory / _TOKENIZED))
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for batch in dataset.with_format("numpy", columns=["input_ids", "loss_mask"]).iter(1000):
-        for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
-            counts += np.bincount(ids[mask], minlength=vocab_size)
+    for _, ids, mask in token_batches(dataset):
+        counts += np.bincount(ids[mask], minlength=vocab_size)
     save_tensors({"counts": torch.from_numpy(counts)}, directory / TOKEN_COUNTS)
     if limit is None or limit >= len(dataset):
         shutil.rmtree(directory / "train", ignore_errors=True)

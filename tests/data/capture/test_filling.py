@@ -50,11 +50,15 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> CountingCapture:
     return CountingCapture(own.model, own.modules, own.aux_layer_ids)
 
 
+def store_of(directory: Path, dataset: Dataset, codec: str = CODEC) -> StoreSpec:
+    return StoreSpec(directory, dataset, codec, tokens_fingerprint(dataset))
+
+
 def _capture(
     capture: HiddenStateCapture, directory: Path, rank: int = 0, world_size: int = 1, **changes
 ) -> None:
     own = {"dataset": make_dataset(), "codec": CODEC} | changes
-    expected = StoreSpec(directory, own.pop("dataset"), own.pop("codec"))
+    expected = store_of(directory, own.pop("dataset"), own.pop("codec"))
     options = {"shard_tokens": SHARD_TOKENS, "manifest_fields": FIELDS} | own
     fill_store(
         expected,
@@ -194,7 +198,7 @@ def _fill(directory: Path, dataset: Dataset, ids: Sequence[int]) -> None:
 
 def opened(directory: Path) -> tuple[Dataset, StoreSpec, dict]:
     """Open a store in a directory; return what `finish_store` takes, and the dataset."""
-    store = StoreSpec(directory, make_dataset(), CODEC)
+    store = store_of(directory, make_dataset())
     fields = store_fields(store, FIELDS)
     assert open_store(FinishedShards(directory), fields) == list(range(12))
     return store.dataset, store, fields
@@ -234,7 +238,7 @@ def test_a_store_of_many_writers_is_finished_with_one_read_of_each_shard(
     assert files == ["shard-rank-7-00000.safetensors"]
     files.clear()
     dataset = Dataset.from_dict({"input_ids": [[1]] * num_writers, "loss_mask": [[True]] * num_writers})
-    store, shards = StoreSpec(tmp_path, dataset, CODEC), FinishedShards(tmp_path)
+    store, shards = store_of(tmp_path, dataset), FinishedShards(tmp_path)
     fields = store_fields(store, FIELDS)
     assert not open_store(shards, fields)
     finish_store(store, fields, shards)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from data.capture.tokens import tokens_fingerprint
 from data.conversations.prompts import render_prompt
 from data.embedded.target import EmbeddedTarget
 from eagle31.errors import UserError
@@ -30,8 +31,10 @@ def _chosen(target: EmbeddedTarget, directory: Path, *settings: str) -> tuple[di
     context = RunContext(config, World(rank=0, local_rank=0, size=1))
     unfinished_stages(context, [Stage.data])
     make_result(context, Stage.data)
-    summary = read_json(context.artifacts[Stage.data].manifest_path)["facts"]
-    return summary, training_samples(context.artifacts[Stage.data]).to_list()
+    summary = context.artifacts[Stage.data].summary
+    samples = training_samples(context.artifacts[Stage.data])
+    assert summary["tokens_fingerprint"] == tokens_fingerprint(samples)
+    return summary, samples.to_list()
 
 
 def test_a_limit_chooses_conversations_before_they_are_tokenized(

@@ -14,6 +14,7 @@ from data.capture.arriving import ArrivingStates
 from data.capture.dispatch import PATIENCE_SECONDS
 from data.capture.filling import StoreSpec, fill_store
 from data.capture.producer import EngineProducer
+from data.capture.tokens import tokens_fingerprint
 from data.capture.transport.spool import file_bytes, open_spool
 from data.capture.vllm.capture_request import capture_tasks
 from data.capture.vllm.client import ExpectedStates, VllmClient, check_states
@@ -79,7 +80,7 @@ def capture_store(
             )
             yield from source.captured(missing)
 
-    store = StoreSpec(directory, dataset, CODEC)
+    store = StoreSpec(directory, dataset, CODEC, tokens_fingerprint(dataset))
     fill_store(store, captured, expected, shard_tokens=500, manifest_fields={"target": "tiny"})
 
 
