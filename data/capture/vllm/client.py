@@ -1,6 +1,8 @@
 """The client of a vLLM server, and what a run demands of the server."""
 
+import asyncio
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from eagle31.errors import UserError
 
 _CONNECT_SECONDS = 10.0
 _INFO_SECONDS = 20.0  # for what waits for no prompt
+_CACHES = 2  # what is computed, and what waits for it
 _TOKEN_SECONDS = 0.5  # per token of a completion, at most, by a loaded server
 _NO_ENTRY = (401, 403)
 _LATER = (408, 425, 429)
@@ -30,7 +33,8 @@ class VllmClient:
     """A client of a vLLM server that scripts/serve_target or this run starts.
 
     Args:
-        concurrency: the number of prompts under way.
+        concurrency: the most prompts under way. Together with their completions they have at most twice the
+            tokens of the server's cache: one that waits there too long would count as lost.
         key: the server's key, sent as a bearer token; None takes it from VLLM_API_KEY, if that is set.
         check: called when the server does not answer; raises UserError where it never will.
         answer_seconds: the longest time until the answer to a prompt, besides the time for its completion.
@@ -56,6 +60,8 @@ class VllmClient:
         self.name = url.rstrip("/").removesuffix("/v1")
         self.concurrency = concurrency
         self._model: str | None = None
+        self._most_tokens, self._num_tokens = math.inf, 0  # under way
+        self._turn, self._answered = asyncio.Lock(), asyncio.Event()
         self._check, self._answer_seconds = check, answer_seconds
         key = key or os.environ.get(KEY_VARIABLE)
         self._client = httpx.AsyncClient(
@@ -72,7 +78,9 @@ class VllmClient:
             Unavailable: it does not answer.
             UserError: it is no server of this version of eagle31, or demands another key.
         """
-        return ServerInfo.from_json(await self._request("GET", INFO_PATH, seconds=_INFO_SECONDS))
+        info = ServerInfo.from_json(await self._request("GET", INFO_PATH, seconds=_INFO_SECONDS))
+        self._most_tokens = _CACHES * info.cache_tokens if info.cache_tokens else math.inf
+        return info
 
     async def compute(self, prompt: Prompt) -> list[int]:
         """Return the completion, if one is requested; otherwise the task is the `kv_transfer_params`."""
@@ -125,7 +133,17 @@ class VllmClient:
             except (TypeError, KeyError, IndexError):
                 raise UserError("vllm.servers", self.name, f"It names no model. {_OTHER}") from None
         body = {"model": self._model, "prompt": input_ids, **fields}
-        return await self._request("POST", "/v1/completions", body, seconds)
+        num_tokens = len(input_ids) + fields["max_tokens"]
+        async with self._turn:
+            while self._num_tokens and self._num_tokens + num_tokens > self._most_tokens:
+                self._answered.clear()
+                await self._answered.wait()
+            self._num_tokens += num_tokens
+        try:
+            return await self._request("POST", "/v1/completions", body, seconds)
+        finally:
+            self._num_tokens -= num_tokens
+            self._answered.set()
 
     async def _request(
         self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = _INFO_SECONDS

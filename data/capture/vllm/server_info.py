@@ -23,6 +23,7 @@ class ServerInfo:
     device: str  # cpu, cuda, ...
     vocab_size: int
     max_tokens: int  # the longest prompt that is captured, or prompt and completion together
+    cache_tokens: int | None  # of all engines together; None before their caches exist
     async_scheduling: bool  # whether vLLM schedules a step before it has sampled the one before
 
     @property
@@ -34,6 +35,7 @@ class ServerInfo:
     def of(config: Any) -> "ServerInfo":
         """Return the info of a server with this VllmConfig."""
         model, transfer = config.model_config, config.kv_transfer_config
+        cache_tokens = config.cache_config.kv_cache_size_tokens
         settings = {} if transfer is None else transfer.kv_connector_extra_config
         return ServerInfo(
             model=model.model,
@@ -45,6 +47,7 @@ class ServerInfo:
             device=config.device_config.device_type,
             vocab_size=model.get_vocab_size(),
             max_tokens=model.max_model_len - ROOM_TOKENS,
+            cache_tokens=cache_tokens and cache_tokens * config.parallel_config.data_parallel_size,
             async_scheduling=bool(config.scheduler_config.async_scheduling),
         )
 

@@ -31,8 +31,8 @@ class ServerProcess:
     """A vLLM server. It ends with this process, all its own processes included, however this process ends.
 
     A server that was ready and dies or hangs is started again, with the same address and key. It hangs where
-    it does not answer a prompt of one token within `stall_seconds`. The constructor returns at once;
-    `wait_until_ready` waits.
+    it does not answer a prompt of one token within `stall_seconds` and computes no others meanwhile. The
+    constructor returns at once; `wait_until_ready` waits.
 
     Args:
         arguments: vLLM's arguments, from `CaptureEngine.command_line` or `answer_command_line`.
@@ -171,11 +171,18 @@ class ServerProcess:
                     return f"because it was not ready within {self._limit_seconds:.0f} s"
             elif now - looked > min(_WATCH_SECONDS, self._stall_seconds):
                 looked = now
-                if self._answers():
+                before = self._metrics()
+                # The prompt may wait for many others.
+                if self._answers() or self._metrics() not in (None, before):
                     self._idle_deaths = 0
                 elif time.monotonic() - now >= self._stall_seconds:
                     return f"because it answered nothing for {self._stall_seconds:.0f} s"
         return None
+
+    def _metrics(self) -> list[bytes] | None:
+        """Return vLLM's metrics, which differ after each step of an engine; None without an answer."""
+        found = self._request("GET", "/metrics", min(_HEALTH_SECONDS, self._stall_seconds))
+        return None if found is None else [one for one in found.splitlines() if one.startswith(b"vllm:")]
 
     def _answers(self) -> bool:
         """Return whether the server answers a prompt of one token in time.

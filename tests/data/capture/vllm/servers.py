@@ -12,5 +12,6 @@ INFO = ServerInfo(
     device="cuda",
     vocab_size=100,
     max_tokens=64,
+    cache_tokens=1000,
     async_scheduling=False,
 )

@@ -23,7 +23,8 @@ def wait_for(condition: Callable[[], object], seconds: float = START_SECONDS) ->
         time.sleep(0.02)
 
 
-# It does what its argument says: ends, never listens, or answers, and notes that it answered a greedy prompt.
+# It does what its argument says: ends, never listens, answers, and notes that it answered a greedy prompt, or
+# is busy with others until its third prompt.
 STUB = """
 import http.server, json, pathlib, sys, time
 
@@ -31,19 +32,28 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(b'{"data": [{"id": "stub"}]}')
+        if self.path == "/metrics":
+            number = time.monotonic() if "busy" in sys.argv else 0
+            self.wfile.write(f"vllm:steps {number}\\npython_gc {time.monotonic()}".encode())
+        else:
+            self.wfile.write(b'{"data": [{"id": "stub"}]}')
 
     def do_POST(self):
+        prompts.write(b".")
+        if "busy" in sys.argv and prompts.tell() < 3:
+            time.sleep(600)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if body.get("temperature") == 0.0:
             pathlib.Path(__file__).with_name("greedy").touch()
         self.do_GET()
 
+prompts = pathlib.Path(__file__).with_name("prompts").open("ab", buffering=0)
 if "ends" in sys.argv:
     sys.exit("there is no such model")
 if "sleeps" in sys.argv:
     time.sleep(600)
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
@@ -74,6 +84,13 @@ def test_a_server_that_dies_or_hangs_is_started_again_at_its_address(tmp_path: P
             (tmp_path / "greedy").unlink()  # which the next one answers once it is ready
         server.wait_until_ready(progress=False)
         server.check()
+
+
+@pytest.mark.usefixtures("stub")
+def test_a_server_that_computes_other_prompts_does_not_hang(tmp_path: Path) -> None:
+    with closing(start(tmp_path, "busy", stall_seconds=1.0)) as server:
+        wait_for((tmp_path / "greedy").exists)
+        assert server.num_starts == 1
 
 
 @pytest.mark.usefixtures("stub")

@@ -1,0 +1,41 @@
+"""What a client sends to a server at a time."""
+
+import asyncio
+import json
+
+import httpx
+
+from data.capture.vllm.client import VllmClient
+from data.capture.vllm.server_info import INFO_PATH
+from tests.data.capture.vllm.servers import INFO
+
+
+def test_no_more_is_under_way_than_the_cache_and_what_waits_for_it() -> None:
+    under_way, most = 0, []
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal under_way
+        if request.url.path == INFO_PATH:
+            return httpx.Response(200, json=INFO.to_json())  # a cache of 1,000 tokens
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "model"}]})
+        size = len(json.loads(request.content)["prompt"])
+        under_way += size
+        most.append(under_way)
+        for _ in range(50):  # whatever else may come has come
+            await asyncio.sleep(0)
+        under_way -= size
+        return httpx.Response(200, json={"choices": []})
+
+    async def send() -> None:
+        client = VllmClient("http://server", 16)
+        client._client = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://server")
+        await client.info()
+        prompts = [[0] * length for length in (2500, *[450] * 20)]
+        await asyncio.gather(*(client.capture(prompt, {}) for prompt in prompts))
+        await client.close()
+
+    asyncio.run(send())
+    assert max(most) == 2500  # alone
+    assert max(most[1:]) == 4 * 450
+    assert len(most) == 21
