@@ -205,14 +205,17 @@ class RunServers:
         """Return new connections to the servers, once those are ready.
 
         Args:
-            everywhere: with servers that the run has started, whether to use those of all nodes, or only the
-                one of this node.
+            everywhere: whether this process alone sends to all servers. Otherwise every rank sends, to the
+                server of its node where the run has started them.
         """
         if self.named:
-            return [self._client(url, os.environ.get(KEY_VARIABLE)) for url in self._vllm.servers]
+            num_sharing = 1 if everywhere else self._world.size
+            key = os.environ.get(KEY_VARIABLE)
+            return [self._client(url, key, num_sharing) for url in self._vllm.servers]
         nodes = range(self._world.num_nodes) if everywhere else [self._world.node_rank]
         urls = [read_when_set(shared_values(), self._address_name(node)) for node in nodes]
-        return [self._client(url, self._key()) for url in urls]
+        num_sharing = 1 if everywhere else self._world.ranks_per_node
+        return [self._client(url, self._key(), num_sharing) for url in urls]
 
     def close(self) -> None:
         """End the server that this process has started."""
@@ -221,12 +224,13 @@ class RunServers:
         if process is not None:
             process.close()
 
-    def _client(self, url: str, key: str | None) -> VllmClient:
+    def _client(self, url: str, key: str | None, num_sharing: int) -> VllmClient:
         arguments: Mapping[str, Any] = self._vllm.engine_args
         if self._captures is not None:
             arguments = self._settings(self._captures).engine.extra
         each = _PROMPTS_ON_GPU if torch.cuda.is_available() else _PROMPTS_ON_CPU
-        return VllmClient(url, each * Parallelism.of(arguments).data, key, self._check_process)
+        concurrency = each * Parallelism.of(arguments).data
+        return VllmClient(url, concurrency, key, self._check_process, num_sharing=num_sharing)
 
     def _check_process(self) -> None:
         """Raise UserError if the server that this process has started will not answer any more."""

@@ -33,11 +33,12 @@ class VllmClient:
     """A client of a vLLM server that scripts/serve_target or this run starts.
 
     Args:
-        concurrency: the most prompts under way. Together with their completions they have at most twice the
-            tokens of the server's cache: one that waits there too long would count as lost.
+        concurrency: the most prompts under way.
         key: the server's key, sent as a bearer token; None takes it from VLLM_API_KEY, if that is set.
         check: called when the server does not answer; raises UserError where it never will.
         answer_seconds: the longest time until the answer to a prompt, besides the time for its completion.
+        num_sharing: the number of processes that send to the server at a time. Their prompts and completions
+            under way have at most twice the tokens of its cache: one that waits there too long is lost.
 
     Raises:
         UserError: `url` is not a URL.
@@ -53,6 +54,7 @@ class VllmClient:
         key: str | None = None,
         check: Callable[[], None] = lambda: None,
         answer_seconds: float = STALL_SECONDS,
+        num_sharing: int = 1,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             remedy = "Give the server's address, such as http://127.0.0.1:8000."
@@ -60,6 +62,7 @@ class VllmClient:
         self.name = url.rstrip("/").removesuffix("/v1")
         self.concurrency = concurrency
         self._model: str | None = None
+        self._num_sharing = num_sharing
         self._most_tokens, self._num_tokens = math.inf, 0  # under way
         self._turn, self._answered = asyncio.Lock(), asyncio.Event()
         self._check, self._answer_seconds = check, answer_seconds
@@ -79,7 +82,8 @@ class VllmClient:
             UserError: it is no server of this version of eagle31, or demands another key.
         """
         info = ServerInfo.from_json(await self._request("GET", INFO_PATH, seconds=_INFO_SECONDS))
-        self._most_tokens = _CACHES * info.cache_tokens if info.cache_tokens else math.inf
+        if info.cache_tokens is not None:
+            self._most_tokens = _CACHES * info.cache_tokens / self._num_sharing
         return info
 
     async def compute(self, prompt: Prompt) -> list[int]:
