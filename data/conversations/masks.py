@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.conversations.boundaries import boundary, boundary_tokens, encoded, last_eos
 from data.conversations.choices import Turns
-from data.conversations.schemas import Conversation
+from data.conversations.schemas import Conversation, is_trained
 from data.conversations.template import Messages, Template
 
 Spans = list[tuple[int, int]]  # of tokens, the end excluded
@@ -57,7 +57,7 @@ def render(
     turn are left out.
 
     Args:
-        conversation: has at least one assistant turn.
+        conversation: has at least one assistant turn that is not context only.
         template_kwargs: arguments of the template, such as enable_thinking.
         eos_token_ids: the tokens that end a turn.
 
@@ -66,8 +66,8 @@ def render(
         UserError: the tokenizer has no template.
     """
     messages, tools = conversation.messages, conversation.tools
-    assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    assert assistant, f"{conversation.id} has no assistant turn"
+    assistant = [i for i, message in enumerate(messages) if is_trained(message)]
+    assert assistant, f"{conversation.id} has no assistant turn to train on"
     target = Template(tokenizer, tools, template_kwargs, conversation.template)
     if turns is Turns.each:
         return [_sample(target, messages[: i + 1], [i], turns, eos_token_ids) for i in assistant]
@@ -127,12 +127,17 @@ def _marked_spans(
     )
     input_ids, offsets = list(encoding["input_ids"]), encoding["offset_mapping"]
     first, num_straddling = 0, 0
+    context: set[int] = set()  # of the marks
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant" and not is_trained(message):
+            before, after = (len(template.marked_text(messages[: i + end])[1]) for end in (0, 1))
+            context.update(range(before, after))
     if turns is not Turns.all:
         full = encoded(template, full_text, input_ids)
         before, first = boundary(template, messages[: supervised[-1]], True, full, turns)
         num_straddling += first - before
     spans = []
-    for mark in marks:
+    for mark in (mark for i, mark in enumerate(marks) if i not in context):
         before, start = boundary_tokens(offsets, mark[0])
         end, after = boundary_tokens(offsets, mark[1])
         if end <= first:

@@ -21,8 +21,8 @@ from data.conversations.held_out import (
     prompt_rank,
 )
 from data.conversations.near_duplicates import near_duplicates
-from data.conversations.reading import Source, first_reasons
-from data.conversations.schemas import Conversation
+from data.conversations.reading import ConversationReader, Source, first_reasons
+from data.conversations.schemas import Conversation, listed
 from data.conversations.table import ConversationTable, Selection
 from eagle31.errors import UserError
 
@@ -161,15 +161,9 @@ def _read(sources: Mapping[str, Source], path: Path, seed: int, evaluated: Evalu
             sets.append(evaluated.find(conversation))
         starts.append(len(sets))
         counts["num_malformed"] += len(reader.malformed)
-        counts["num_with_images"] += reader.num_with_images
-        counts["num_image_prompts"] += len(reader.image_prompts)
-        rows = f"of {reader.num_rows:,} rows of {source.location}"
-        if reader.malformed:
-            print_left_out(f"{rows} are malformed", reader.malformed)
-        if reader.num_with_images:
-            print(f"data: {reader.num_with_images:,} {rows} have images; the turns before them are used")
-        if reader.image_prompts:
-            print_left_out(f"{rows} have an image before their first answer", reader.image_prompts)
+        counts["num_left_out"] += len(reader.left_out)
+        counts["num_cut"] += reader.cut.total()
+        _print_read(reader)
     table.flush()
     return _Read(
         list(sources),
@@ -179,6 +173,20 @@ def _read(sources: Mapping[str, Source], path: Path, seed: int, evaluated: Evalu
         np.array(sets, dtype=np.int32),
         counts,
     )
+
+
+def _print_read(reader: ConversationReader) -> None:
+    """Print what became of a source's rows and columns."""
+    layout, location = reader.layout, reader.source.location
+    if layout is not None:
+        print(f"data: {location}: read from {layout}; not used: {listed(reader.unused) or 'none'}")
+    rows = f"of {reader.num_rows:,} rows of {location}"
+    if reader.malformed:
+        print_left_out(f"{rows} are malformed", reader.malformed)
+    for what, count in reader.cut.items():
+        print(f"data: {count:,} {rows} have {what}")
+    if reader.left_out:
+        print_left_out(f"{rows} have nothing that can be used", reader.left_out)
 
 
 def _held_out(read: _Read, kept: _Indices, num_held_out: int) -> tuple[_Indices, list[Conversation]]:

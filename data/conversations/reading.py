@@ -1,58 +1,52 @@
 """Reading conversations from files, saved data sets and the Hub."""
 
-import csv
 import hashlib
 import json
-import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-import fsspec
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import Dataset
 
+from data.conversations.columns import Columns, Layout, NoLayout, find_layout
+from data.conversations.files import DataFile, dataset_rows, find_files, fingerprints, load, one_line
 from data.conversations.schemas import (
     NO_ANSWER,
     REGENERATE,
-    Columns,
     Conversation,
     MalformedRow,
-    Schema,
-    before_images,
-    find_schema,
+    are_messages,
     to_conversation,
+    usable,
 )
 from data.file_hashes import hash_files
-from data.hub import check_hub
 from eagle31.errors import UserError
 
-_DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_LINES = ".txt"
-_SUFFIXES = (".jsonl", ".json", ".ndjson", *_DELIMITERS, _LINES, ".parquet")
-_COMPRESSIONS = (".gz", ".bz2", ".xz")
-_MAX_FIELD_CHARACTERS = 1 << 27  # of a CSV file; the default is 128 KiB, which a long answer exceeds
 _NUM_SHOWN, _SHOWN_CHARACTERS = 5, 300
-MAX_MALFORMED_FRACTION = 0.01  # of the rows: few enough that what is left out does not matter
+_FIRST_ROWS = 1000  # a source without a conversation among so many is not read to its end
 
 
 @dataclass(frozen=True)
 class Source:
     """Where conversations come from, and which columns they have.
 
-    The schema is determined from the first row: `messages` (OpenAI), `conversations` (ShareGPT), or a prompt
-    and a response column (prompt/response, instruction/output, question/answer, or the two given names).
-    Without answers it is the prompt column alone, or `turns`.
+    Each row is read by its columns; see `columns.find_layout`.
 
     Args:
         location: a .jsonl, .json, .csv, .tsv, .txt (a prompt per line) or .parquet file, the text ones also
-            compressed (.gz, .bz2, .xz), a directory written by `datasets.save_to_disk`, or a hub id.
+            compressed (.gz, .bz2, .xz, .zst); a pattern or a URL of such files; a directory of them, or one
+            that `datasets.save_to_disk` has written; or a hub id.
         field: the recipe's name for `location`, for error messages.
-        split: the split of a hub data set or a saved DatasetDict; files have none.
+        split: the split of a hub data set or a directory; files have none.
         subset: the subset of a hub data set that has several.
-        prompt_column: the column of the user's text; None: it is found by name.
+        prompt_column: the column of the user's text, or of messages; None: it is found by name.
         response_column: the column of the assistant's text; None: it is found by name.
         require_answer: if false, prompts without an answer are read too.
+        revision: the branch, tag or commit of a hub data set.
+        max_malformed_fraction: the fraction of the rows that may be malformed.
     """
 
     location: str
@@ -62,26 +56,56 @@ class Source:
     prompt_column: str | None = None
     response_column: str | None = None
     require_answer: bool = True
+    revision: str | None = None
+    max_malformed_fraction: float = 0.01
 
-    def reader(self, max_malformed_fraction: float = MAX_MALFORMED_FRACTION) -> "ConversationReader":
+    def reader(self) -> "ConversationReader":
         """Return an iterator over the conversations; see `ConversationReader`."""
-        return ConversationReader(self, max_malformed_fraction)
+        return ConversationReader(self)
+
+    def rows(self) -> Iterator[tuple[str, Any]]:
+        """Yield (location, row) in order; a row that cannot be parsed is a `MalformedRow`.
+
+        Raises:
+            UserError: the source does not exist or cannot be read.
+        """
+        with self._readable():
+            files = self._files()
+            if files is None:
+                yield from dataset_rows(self.location, self._load())
+            for file in files or []:
+                yield from file.rows()
 
     def fingerprint(self) -> str:
         """Return what identifies the content: a hash of the files.
 
         For a hub id it is the fingerprint that `datasets` derives from the commit.
         """
-        path = Path(self.location).expanduser()
-        if is_file(self.location, self.field):
-            return hash_files([path])[0]
-        dataset = _load(self)
-        if not path.is_dir():
+        with self._readable():
+            if (found := self._files()) is not None:
+                hashes = fingerprints(found)
+                return hashes[0] if len(hashes) == 1 else _digest(hashes)
+        dataset = self._load()
+        if not Path(self.location).expanduser().is_dir():
             return dataset._fingerprint
         # The fingerprint of a saved data set stays when its files are changed.
         files = [Path(file["filename"]) for file in dataset.cache_files]
-        hashes = hash_files(files)
-        return hashlib.sha256(json.dumps([dataset.column_names, hashes]).encode()).hexdigest()
+        return _digest([dataset.column_names, hash_files(files)])
+
+    def _files(self) -> list[DataFile] | None:
+        return find_files(self.location, self.field, self.split, self.subset)
+
+    def _load(self) -> Dataset:
+        return load(self.location, self.field, self.split, self.subset, self.revision)
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:  # a decompressor, a parser, Arrow and object storage each have their own
+            raise UserError(self.field, self.location, f"It cannot be read: {one_line(error)}") from error
 
     @property
     def columns(self) -> list[str | None]:
@@ -92,201 +116,103 @@ class Source:
 class ConversationReader:
     """Iterates over the conversations of a source in order, of which only a few are in memory.
 
-    Malformed rows are left out; `malformed` has them as (location, reason), located as `file.jsonl:12` or
-    `file.parquet[11]`. A conversation with images ends before the first one; `image_prompts` has those of
-    which no answer is left.
-
-    Args:
-        max_malformed_fraction: the fraction of the rows that may be malformed.
+    Rows that make no conversation are left out: `malformed` has those that are wrong, and `left_out` those of
+    which nothing can be used, such as empty ones, as (location, reason), located as `file.jsonl:12` or
+    `file.parquet[11]`. `cut` counts the rows of which a part is used, by what is cut, and
+    `latest_cut` is that of the latest. `layout` has the columns of the first conversation, and `unused` its
+    other columns.
     """
 
-    def __init__(self, source: Source, max_malformed_fraction: float) -> None:
+    def __init__(self, source: Source) -> None:
         self.source = source
+        self._start()
+
+    def _start(self) -> None:
         self.num_conversations = 0
-        self.num_with_images = 0
         self.malformed: list[tuple[str, str]] = []
-        self.image_prompts: list[tuple[str, str]] = []
-        self._max_malformed_fraction = max_malformed_fraction
+        self.left_out: list[tuple[str, str]] = []
+        self.cut = Counter[str]()
+        self.latest_cut: list[str] = []
+        self.layout: Layout | None = None
+        self.unused: list[str] = []
+        self._unknown: str | None = None  # the first reason of an unknown layout
 
     @property
     def num_rows(self) -> int:
-        return self.num_conversations + len(self.malformed) + len(self.image_prompts)
+        return self.num_conversations + len(self.malformed) + len(self.left_out)
 
     def __iter__(self) -> Iterator[Conversation]:
         """Yield the conversations.
 
         Raises:
-            UserError: the source does not exist, has no known schema, or, at its end, no conversation or too
-                many malformed rows.
+            UserError: the source does not exist, has no conversation among its first rows, or, at its end,
+                too many malformed rows.
         """
-        self.num_conversations = self.num_with_images = 0
-        self.malformed, self.image_prompts = [], []
-        source = self.source
-        columns = Columns(source.prompt_column, source.response_column)
-        schema: Schema | None = None
-        for where, row in _rows(source):
-            has_images = False
+        self._start()
+        for where, found in self.source.rows():
+            row = {"messages": found} if are_messages(found) else found
+            cut: list[str] = []
             try:
-                if isinstance(row, MalformedRow):
-                    raise row
-                if not isinstance(row, dict):
-                    raise MalformedRow(f"the row is a {type(row).__name__}, not an object")
-                if schema is None:
-                    schema = find_schema(row, source.location, columns, source.require_answer, source.field)
-                messages = schema(row)
-                text_only = before_images(messages)
-                has_images = len(text_only) < len(messages)
-                self.num_with_images += has_images
-                conversation = to_conversation(row, text_only, source.require_answer)
+                layout = self._layout(row)
+                messages, cut = usable(layout.messages(row))
+                conversation = to_conversation(row, messages, self.source.require_answer)
             except MalformedRow as reason:
-                left_out = self.image_prompts if has_images else self.malformed
-                left_out.append((where, f"before its first image, {reason}" if has_images else str(reason)))
+                left_out = self.left_out if cut else self.malformed
+                left_out.append((where, f"{reason} ({'; '.join(cut)})" if cut else str(reason)))
+                if not self.num_conversations and self.num_rows == _FIRST_ROWS:
+                    self._check()
                 continue
+            self.cut.update(cut)
+            self.latest_cut = cut
+            if self.layout is None:
+                self.layout, self.unused = layout, layout.unused(row)
             self.num_conversations += 1
             yield conversation
         self._check()
 
+    def _layout(self, row: Any) -> Layout:
+        if isinstance(row, MalformedRow):
+            raise row
+        if not isinstance(row, dict):
+            raise MalformedRow(f"the row is a {type(row).__name__}, not an object")
+        source = self.source
+        columns = Columns(source.prompt_column, source.response_column)
+        group = source.field.removesuffix(".source") if source.field.endswith(".source") else "data"
+        try:
+            return find_layout(row, columns, source.require_answer, group)
+        except NoLayout as error:
+            self._unknown = self._unknown or str(error)
+            raise
+
     def _check(self) -> None:
-        num_rows, num_malformed = self.num_rows, len(self.malformed)
+        source, num_rows, num_malformed = self.source, self.num_rows, len(self.malformed)
         if num_rows == 0:
             remedy = "It has no rows; give a source with conversations."
-            raise UserError(self.source.field, self.source.location, remedy)
-        if not self.num_conversations or num_malformed > self._max_malformed_fraction * num_rows:
-            remedy = f"{num_malformed} of {num_rows} rows are malformed"
-            if self.image_prompts:
-                remedy += f", and {len(self.image_prompts)} have an image before their first answer"
-            if self.num_conversations:
-                remedy += f", more than {self._max_malformed_fraction:.0%}"
-            left_out = self.malformed or self.image_prompts
-            lacks_answers = any(reason.endswith(NO_ANSWER) for _, reason in left_out)
-            remedy += f". Correct them{f', or {REGENERATE}' if lacks_answers else ''}. The first reasons:"
-            raise UserError(self.source.field, self.source.location, remedy + first_reasons(left_out))
+            raise UserError(source.field, source.location, remedy)
+        if not self.num_conversations and [reason for _, reason in self.malformed[:1]] == [self._unknown]:
+            raise UserError(source.field, source.location, self._unknown)
+        if self.num_conversations and num_malformed <= source.max_malformed_fraction * num_rows:
+            return
+        remedy = f"{num_malformed} of {num_rows} rows are malformed"
+        if self.left_out:
+            remedy += f", and of {len(self.left_out)} nothing can be used"
+        remedies = ["Correct them"]
+        if self.num_conversations:
+            remedy += f", more than {100 * source.max_malformed_fraction:g}%"
+            if source.field.startswith("data."):
+                remedies.append("have them left out with a larger data.max_malformed_fraction")
+        left_out = self.malformed or self.left_out
+        if any(NO_ANSWER in reason for _, reason in left_out):
+            remedies.append(REGENERATE)
+        remedy += f". {', or '.join(remedies)}. The first reasons:{first_reasons(left_out)}"
+        raise UserError(source.field, source.location, remedy)
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def first_reasons(left_out: Sequence[tuple[str, str]]) -> str:
     """Format the first few (location, reason) pairs, each on a new line; long reasons are cut."""
     shown = "".join(f"\n  {where}: {reason[:_SHOWN_CHARACTERS]}" for where, reason in left_out[:_NUM_SHOWN])
     return shown + ("\n  ..." if len(left_out) > _NUM_SHOWN else "")
-
-
-def is_file(location: str, field: str) -> bool:
-    """Return whether the location is a file, and otherwise a directory or a hub id.
-
-    Raises:
-        UserError: it is none of them, or a file of another kind.
-    """
-    path = Path(location).expanduser()
-    if path.is_dir():
-        return False
-    named_as_file = _suffix(path) in _SUFFIXES
-    if path.exists() and not (named_as_file and path.is_file()):
-        kinds = ", ".join(_SUFFIXES)
-        raise UserError(field, location, f"Only files that end in {kinds} can be read.")
-    if not path.exists() and (named_as_file or not re.fullmatch(r"[\w.-]+/[\w.-]+", location)):
-        remedy = "There is no such file or directory; give a path, or a hub id such as org/name."
-        raise UserError(field, location, remedy)
-    return path.exists()
-
-
-def _suffix(path: Path) -> str:
-    """Return what the file's name ends in, without that of a compression."""
-    return path.with_suffix("").suffix if path.suffix in _COMPRESSIONS else path.suffix
-
-
-def _load(source: Source) -> Dataset:
-    """Return a data set that `datasets` has saved, or one of the Hub.
-
-    Raises:
-        UserError: it cannot be loaded, or has no such split.
-    """
-    path, split = Path(source.location).expanduser(), source.split
-    try:
-        if not path.is_dir():
-            check_hub(source.field, source.location, "dataset")
-            return load_dataset(source.location, source.subset, split=split)
-        loaded = load_from_disk(str(path))
-        found = loaded[split] if isinstance(loaded, DatasetDict) else loaded
-        found.data.table.validate(full=True)  # lists with wrong offsets would be read beyond their ends
-        return found
-    except UserError:
-        raise
-    except Exception as error:  # `datasets` believes what the files say, and raises whatever comes of it
-        reason = f"`datasets` cannot load it (split {split}): {_one_line(error)}"
-        raise UserError(source.field, source.location, reason) from error
-
-
-def _rows(source: Source) -> Iterator[tuple[str, Any]]:
-    """Yield (location, row) in order; a row that cannot be parsed is a `MalformedRow`.
-
-    Raises:
-        UserError: the source does not exist or cannot be read.
-    """
-    path = Path(source.location).expanduser()
-    try:
-        if is_file(source.location, source.field) and _suffix(path) != ".parquet":
-            # A byte that is not UTF-8 becomes a character that no text may have, in its row alone.
-            options = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
-            with fsspec.open(str(path), "rt", compression="infer", **options) as stream:
-                suffix = _suffix(path)
-                if suffix == _LINES:
-                    lines = ((number, line.strip()) for number, line in enumerate(stream, start=1))
-                    yield from ((f"{path}:{number}", {"prompt": line}) for number, line in lines if line)
-                elif suffix in _DELIMITERS:
-                    yield from _csv_rows(path, stream, _DELIMITERS[suffix])
-                else:
-                    yield from _json_rows(path, stream)
-            return
-        if path.is_file():
-            found: Any = load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-        else:
-            found = _load(source)
-        for index, row in enumerate(found):
-            yield f"{source.location}[{index}]", _without_nulls(row, column=True)
-    except UserError:
-        raise
-    except Exception as error:  # a decompressor, a parser and Arrow each have their own
-        raise UserError(source.field, source.location, f"It cannot be read: {_one_line(error)}") from error
-
-
-def _json_rows(path: Path, stream: TextIO) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of JSON lines, or those of one array."""
-    started = False
-    for number, line in enumerate(stream, start=1):
-        if not line.strip():
-            continue
-        if not started and line.lstrip().startswith("["):
-            for index, row in enumerate(json.loads(line + stream.read())):
-                yield f"{path}[{index}]", row
-            return
-        started = True
-        try:
-            yield f"{path}:{number}", json.loads(line)
-        except (ValueError, RecursionError) as error:  # of numbers and nested brackets too
-            yield f"{path}:{number}", MalformedRow(f"the line is not JSON ({error})")
-
-
-def _csv_rows(path: Path, stream: TextIO, delimiter: str) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a file whose first line names the columns; an empty field is None."""
-    csv.field_size_limit(_MAX_FIELD_CHARACTERS)
-    reader = csv.DictReader(stream, delimiter=delimiter, strict=True)
-    for row in reader:
-        where = f"{path}:{reader.line_num}"
-        if None in row or None in row.values():
-            yield where, MalformedRow("it has not as many fields as the first line")
-        else:
-            yield where, {name: value or None for name, value in row.items()}
-
-
-def _without_nulls(value: Any, *, column: bool = False) -> Any:
-    """Remove null values: Arrow gives every struct all keys, and templates test whether a key exists.
-
-    Args:
-        column: keys are columns, which stay.
-    """
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if column or item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join((str(error) or type(error).__name__).split())

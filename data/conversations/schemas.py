@@ -1,43 +1,37 @@
-"""Converting a row of a data set to a conversation: the known schemas, and what makes a row malformed."""
+"""Conversations, and what makes messages one: roles, contents and calls as vLLM passes them to a template."""
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Any, Protocol
 
 from data.conversations.perturbation import UNCHANGED
-from eagle31.errors import UserError
 
 _SHOWN_CHARACTERS, _SHOWN_NAMES = 80, 40
 MAX_CHARACTERS = 1 << 23  # of a conversation: more than 2,000,000 tokens of English
 SYSTEM_ROLES = ("system", "developer")
-_ROLES = {*SYSTEM_ROLES, "user", "assistant", "tool"}
-_SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function_response": "tool",
-    "observation": "tool",
-}
+_CALL = "function_call"  # ShareGPT's role of a call, and OpenAI's older key of one
+_ROLES = {role: role for role in (*SYSTEM_ROLES, "user", "assistant", "tool", _CALL)}
+_ROLES |= dict.fromkeys(("human", "prompter"), "user")
+_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")
+_ROLES |= dict.fromkeys(("function", "function_response", "observation", "tool_response"), "tool")
+_ROLES |= {"tool_call": _CALL}
+_WEIGHTS = ("weight", "loss", "train", "training")  # keys of a message that is context only if one is 0
 _MEDIA = ("image", "video", "audio")  # in the type of a content part
-_PAIRS = (("prompt", "response"), ("instruction", "output"), ("question", "answer"))
-_PROMPTS = ("turns", *(prompt for prompt, _ in _PAIRS))
 NO_ANSWER = "there is no assistant turn"
 REGENERATE = "set data.regenerate.enabled=true, with which the target writes the answers"
 
 Messages = list[dict[str, Any]]
-Schema = Callable[[dict[str, Any]], Messages]
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages for a chat template: each has `role`, `content` (str), and any other keys of the row."""
+    """Messages for a chat template: each has `role`, `content` (str), and any other keys of the row.
+
+    An assistant's message with a `weight` of 0 is context only.
+    """
 
     id: str
     messages: tuple[dict[str, Any], ...]
@@ -57,123 +51,87 @@ class MalformedRow(Exception):
     """The reason why a row is not a conversation."""
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The columns of the user's and of the assistant's text. None: found by name."""
-
-    prompt: str | None = None
-    response: str | None = None
+def is_trained(message: Mapping[str, Any]) -> bool:
+    """Return whether a message is the assistant's and more than context."""
+    return message["role"] == "assistant" and message.get("weight") != 0
 
 
-def find_schema(
-    row: dict[str, Any], source: str, columns: Columns, require_answer: bool, field: str
-) -> Schema:
-    """Determine the schema of a source from its first row.
+def are_messages(value: Any) -> bool:
+    """Return whether a value is a list of messages, whatever their roles."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(one, dict) and not one.keys().isdisjoint(("role", "from")) for one in value)
+    )
+
+
+def with_known_role(message: Any) -> dict[str, Any]:
+    """Return a message with `role` and `content`, also for ShareGPT's `from` and `value`.
 
     Raises:
-        UserError: no schema fits, or more than one; the error lists the columns.
+        MalformedRow: it has no known role.
     """
-    found = f"The columns are {listed(row)}." if row else "The first row has no columns."
-    group = field.removesuffix(".source") if field.endswith(".source") else "data"
-    names = f"{group}.prompt_column and {group}.response_column"
-    no_answers = (
-        f"It has prompts without answers: {REGENERATE}, or give answers too, in the columns that {names} "
-        f"name. {found}"
-    )
-    prompt, response = columns.prompt, columns.response
-    missing = sorted({one for one in (prompt, response) if one is not None and one not in row})
-    if prompt is not None or response is not None:
-        if prompt is None:
-            raise UserError(field, source, f"Name both {names}. {found}")
-        if missing:
-            raise UserError(field, source, f"There is no column {', '.join(missing)}. {found}")
-        if response is None and require_answer:
-            raise UserError(field, source, no_answers)
-        return partial(_from_pair, prompt, None, response)
-    for column in ("messages", "conversations"):
-        if column in row:
-            return partial(_from_list, column)
-    pairs: list[tuple[str, str | None]] = [pair for pair in _PAIRS if row.keys() >= set(pair)]
-    if not pairs:
-        pairs = [(prompt, None) for prompt in _PROMPTS if prompt in row]
-        if pairs and require_answer:
-            raise UserError(field, source, no_answers)
-    if len(pairs) == 1:
-        [(prompt, response)] = pairs
-        return partial(_from_pair, prompt, "input" if prompt == "instruction" else None, response)
-    raise UserError(
-        field,
-        source,
-        f"{'Several schemas fit' if pairs else 'No known schema fits'}. {found} The known schemas are "
-        "messages (role, content), conversations (from, value) and two text columns, which "
-        f"{names} name." + ("" if require_answer else f" For prompts alone, name {group}.prompt_column."),
-    )
-
-
-def _from_pair(prompt: str, further: str | None, response: str | None, row: dict[str, Any]) -> Messages:
-    if prompt not in row:
-        raise MalformedRow(f"there is no {prompt}")
-    messages = _asked(_with_input(row[prompt], further and row.get(further)))
-    if response is not None and row.get(response) not in (None, ""):
-        messages.append({"role": "assistant", "content": row[response]})
-    return messages
-
-
-def _asked(prompt: Any) -> Messages:
-    """Return the messages of a prompt: a text, several of the user, as MT-Bench has them, or messages."""
-    parts = prompt if isinstance(prompt, list) else [prompt]
-    if all(isinstance(part, dict) and ("role" in part or "from" in part) for part in parts):
-        return [_role_and_content(part) for part in parts]
-    turns = parts if all(isinstance(part, str) for part in parts) else [prompt]
-    return [{"role": "user", "content": turn} for turn in turns]
-
-
-def _with_input(prompt: Any, further: Any) -> Any:
-    """Join a prompt and what it is about, such as Alpaca's `instruction` and `input`."""
-    if further is None:
-        return prompt
-    text = _text(further)
-    return f"{_text(prompt)}\n\n{text}" if text.strip() else prompt
-
-
-def _from_list(column: str, row: dict[str, Any]) -> Messages:
-    messages = row.get(column)
-    if isinstance(messages, str) and messages.lstrip().startswith("["):  # in a CSV file
-        messages = _parsed(messages, column)
-    if not isinstance(messages, list):
-        raise MalformedRow(f"{column} is {_type_name(messages)}, not a list")
-    return [_role_and_content(message) for message in messages]
-
-
-def _role_and_content(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise MalformedRow(f"a message is {_type_name(message)}, not an object")
-    if "role" in message:
-        return message
-    if "from" not in message:
+        raise MalformedRow(f"a message is {type_name(message)}, not an object")
+    key = "role" if "role" in message else "from"
+    if key not in message:
         raise MalformedRow(f"a message has neither role nor from, only {listed(message)}")
-    role = message["from"]
-    if not isinstance(role, str) or role not in _SHAREGPT_ROLES:
+    role = message[key]
+    if not isinstance(role, str) or role not in _ROLES:
         raise MalformedRow(f"unknown role {_shown(role)}")
-    return {"role": _SHAREGPT_ROLES[role], "content": message.get("value")}
+    others = {name: value for name, value in message.items() if name not in ("role", "from", "value")}
+    found = {"role": _ROLES[role], "content": message.get("value"), **others}
+    if found["role"] == _CALL:
+        call = found.pop("content")
+        calls = parsed_json(call, "a function call") if isinstance(call, str) else call
+        found |= {"role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
+    return found
 
 
-def before_images(messages: Messages) -> Messages:
-    """Return the messages before the first that has an image, a video or a sound among its content parts."""
-    return list(takewhile(lambda message: not _has_media(message.get("content")), messages))
+def usable(messages: Messages) -> tuple[Messages, list[str]]:
+    """Return the messages that can be used, and what is cut from the conversation.
+
+    Only text is used, from the first message of the user on.
+    """
+    cut = []
+    for reason, ends in (
+        ("images, videos or sounds: only the turns before the first are used", _has_media),
+        ("an empty message: only the turns before it are used", _is_empty),
+    ):
+        end = next((i for i, message in enumerate(messages) if ends(message)), None)
+        if end is not None:
+            cut.append(reason)
+            messages = messages[:end]
+    if all(message["role"] in SYSTEM_ROLES for message in messages):
+        return messages, cut or ["no messages"]
+    roles = [message["role"] for message in messages]
+    first = roles.index("user") if "user" in roles else len(roles)
+    kept = [one for i, one in enumerate(messages) if i >= first or one["role"] in SYSTEM_ROLES]
+    if len(kept) < len(messages):
+        cut.append("a start with the assistant: only the turns from the user's first one on are used")
+    return kept, cut
 
 
-def _has_media(content: Any) -> bool:
+def _has_media(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
     parts = content if isinstance(content, list) else []
     types = [str(part.get("type")) for part in parts if isinstance(part, dict)]
     return any(kind in type_ for type_ in types for kind in _MEDIA)
+
+
+def _is_empty(message: Mapping[str, Any]) -> bool:
+    """Return whether a message of the user or the assistant says nothing."""
+    content = message.get("content") or ""
+    says_more = any(message.get(key) for key in ("tool_calls", _CALL, "reasoning_content", "reasoning"))
+    blank = isinstance(content, str | list) and not text_of(content).strip()
+    return message["role"] in ("user", "assistant") and blank and not says_more
 
 
 def to_conversation(row: dict[str, Any], messages: Messages, require_answer: bool) -> Conversation:
     """Convert the messages of a row to a conversation as vLLM would pass it to the template.
 
     Text parts are joined by newlines, empty `tool_calls` are removed, and tool call arguments that are a JSON
-    string are parsed.
+    string are parsed. Calls and tools without OpenAI's `function` get it.
 
     Raises:
         MalformedRow: the row is not a conversation.
@@ -182,9 +140,11 @@ def to_conversation(row: dict[str, Any], messages: Messages, require_answer: boo
     roles = [message["role"] for message in checked]
     if require_answer and "assistant" not in roles:
         raise MalformedRow(NO_ANSWER)
-    if "user" not in roles or ("assistant" in roles and roles.index("assistant") < roles.index("user")):
-        raise MalformedRow("there is no user message before the first assistant turn")
-    tools = _tools(row.get("tools"))
+    if require_answer and not any(map(is_trained, checked)):
+        raise MalformedRow("all assistant turns are context only")
+    if "user" not in roles:
+        raise MalformedRow("there is no user message")
+    tools = _tools(row.get("tools") or row.get("functions"))
     identifier = row.get("id")
     _check_text([identifier, checked, tools])
     if identifier is None or identifier == "":
@@ -214,26 +174,27 @@ def _check_text(values: Any) -> None:
 
 
 def _checked(message: dict[str, Any]) -> dict[str, Any]:
-    message = {key: value for key, value in message.items() if value is not None}
-    role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise MalformedRow(f"unknown role {_shown(role)}")
-    message["content"] = _text(message.get("content", ""))
-    if "tool_calls" in message:
-        message["tool_calls"] = _tool_calls(message["tool_calls"])
-        if not message["tool_calls"]:
-            del message["tool_calls"]
-    says_more = any(message.get(key) for key in ("tool_calls", "reasoning_content", "reasoning"))
-    if role in ("user", "assistant") and not message["content"].strip() and not says_more:
-        raise MalformedRow(f"a message of the {role} has empty content")
+    message = {key: value for key, value in with_known_role(message).items() if value is not None}
+    message["content"] = text_of(message.get("content", ""))
+    weights = [message.pop(key) for key in _WEIGHTS if key in message]
+    if message["role"] == "assistant" and not all(weights):
+        message["weight"] = 0
+    calls = message.pop("tool_calls", None) or [message.pop(_CALL, None)]
+    if calls != [None]:
+        message["tool_calls"] = _tool_calls(calls)
     return message
 
 
-def _text(content: Any) -> str:
+def text_of(content: Any) -> str:
+    """Return the text of a message's content, whose parts are joined by newlines.
+
+    Raises:
+        MalformedRow: it has something else.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise MalformedRow(f"content is {_type_name(content)}, not text")
+        raise MalformedRow(f"content is {type_name(content)}, not text")
     return "\n".join(_part(part) for part in content)
 
 
@@ -247,28 +208,40 @@ def _part(part: Any) -> str:
 def _tool_calls(calls: Any) -> list[dict[str, Any]]:
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise MalformedRow("tool_calls is not a list of objects")
-    return [_with_parsed_arguments(call) for call in calls]
+    named = [_as_function(call) for call in calls]
+    if not all("function" in call for call in named):
+        raise MalformedRow("a tool call has no name")
+    return [call | {"function": _with_parsed_arguments(call["function"])} for call in named]
 
 
-def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(call.get("function"), dict):
-        return call | {"function": _with_parsed_arguments(call["function"])}
-    if not isinstance(call.get("arguments"), str):
-        return call
-    return call | {"arguments": _parsed(call["arguments"] or "{}", "tool call arguments")}
+def _as_function(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a call or a tool as OpenAI writes them, with its name under `function`."""
+    if isinstance(value.get("function"), dict) or "name" not in value:
+        return value
+    outer = {key: value[key] for key in ("id", "type") if key in value}
+    inner = {key: item for key, item in value.items() if key not in outer}
+    return {"type": "function", **outer, "function": inner}
+
+
+def _with_parsed_arguments(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return function
+    return function | {"arguments": parsed_json(arguments or "{}", "tool call arguments")}
 
 
 def _tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
-    if isinstance(tools, str) and tools:
-        tools = _parsed(tools, "tools")
+    if isinstance(tools, str) and tools.strip():
+        tools = parsed_json(tools, "tools")
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise MalformedRow("tools is not a list of objects")
-    return tuple(tools)
+    return tuple(map(_as_function, tools))
 
 
-def _parsed(text: str, what: str) -> Any:
+def parsed_json(text: str, what: str) -> Any:
+    """Return what a text in a row has; raise MalformedRow if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # more digits, or more brackets, than Python parses
@@ -287,5 +260,6 @@ def listed(names: Iterable[Any]) -> str:
     return ", ".join([*shown[:_SHOWN_NAMES], "..."] if len(shown) > _SHOWN_NAMES else shown)
 
 
-def _type_name(value: Any) -> str:
+def type_name(value: Any) -> str:
+    """Return what a value is, as messages show it."""
     return "missing" if value is None else f"a {type(value).__name__}"

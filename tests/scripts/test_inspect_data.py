@@ -5,6 +5,7 @@ import pytest
 
 from tests.data.conversations import chat_templates as templates
 from tests.data.conversations.chat_templates import byte_level_tokenizer
+from tests.data.conversations.jsonl_files import conversation
 from tests.runs.here import run_command
 
 SCRIPT = "scripts/inspect_data"
@@ -31,10 +32,34 @@ def test_a_sample_is_printed_in_brackets(tmp_path: Path, target: Path) -> None:
     assert "\x1b" not in done.out
     for line in (
         "conversations: 2, malformed rows: 1",
-        "data.jsonl:3: there is no assistant turn",
+        "data.jsonl:3: There is no column a.",
         "supervised: ",
         "mask: from prefix differences",
         "template fingerprint: ",
+    ):
+        assert line in done.out
+
+
+def test_what_is_left_out_is_listed_with_the_reason(tmp_path: Path, target: Path) -> None:
+    turns = list(conversation("", "what", "six", "and", "four", "q").messages)
+    messages = [turns[1], *turns, {"role": "user", "content": " "}]
+    messages[2] = turns[1] | {"weight": 0}
+    rows = [{"messages": messages, "topic": 1}, {"messages": []}]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = ("--template-kwargs", "enable_thinking=false", "--max-tokens", "20")
+    done = run_command(SCRIPT, "data.jsonl", "--tokenizer", target, *given, directory=tmp_path)
+    assert done.status == 0, done.err
+    assert "what<|im_end|>\n<|im_start|>assistant\nsix<|im_end|>" in done.out
+    for line in (
+        "columns: messages; not used: topic",
+        "rows of which nothing can be used: 1\n  ",
+        "data.jsonl:2: there is no assistant turn (no messages)",
+        "rows that have an empty message: only the turns before it are used: 1",
+        "  left out: an empty message: only the turns before it are used",
+        "  left out: a start with the assistant: only the turns from the user's first one on are used",
+        "  left out: 1 assistant turns of weight 0: context only",
+        "  left out: 1 messages after the last supervised turn",
+        "  left out: the tokens after the first 20 of a sample (--max-tokens)",
     ):
         assert line in done.out
 

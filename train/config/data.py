@@ -56,9 +56,12 @@ class SourceConfig:
     """One of several sources of training conversations, under a name that is chosen freely."""
 
     source: str = setting(MISSING, "Training conversations, as data.train.")
-    split: str = setting("train", "Split of a Hub dataset.")
+    split: str = setting("train", "Split of a Hub dataset, or of a directory of files.")
     subset: str | None = setting(None, "Subset of a Hub dataset that has several.")
-    prompt_column: str | None = setting(None, "Column of the user's text. null: found by name.")
+    revision: str | None = setting(None, "As data.revision.")
+    prompt_column: str | None = setting(
+        None, "Column of the user's text, or of messages. null: found by name."
+    )
     response_column: str | None = setting(
         None, "Column of the assistant's text. null: found by name, or none with prompt_column alone."
     )
@@ -80,8 +83,9 @@ class DataConfig:
     train: str | None = setting(
         MISSING,
         "Training conversations, or prompts alone with data.regenerate.enabled: JSONL, JSON, CSV, Parquet or "
-        'text file, or Hub id of a dataset. "embedded": those of the embedded target. "self": prompts that '
-        "the target writes itself, for data.regenerate. null: those of data.sources.",
+        'text files (a path, a pattern, a URL or a directory), or Hub id of a dataset. "embedded": those of '
+        'the embedded target. "self": prompts that the target writes itself, for data.regenerate. null: '
+        "those of data.sources.",
     )
     sources: dict[str, SourceConfig] = setting(
         {}, "Several sources of training conversations, by name, in place of data.train."
@@ -90,11 +94,25 @@ class DataConfig:
         None, "Source of the held-out prompts, as data.train. null: held out of data.train."
     )
     subset: str | None = setting(None, "Subset of a Hub dataset that has several, such as main of gsm8k.")
-    split: str = setting("train", "Split of a Hub dataset in data.train.")
-    eval_split: str = setting("test", "Split of a Hub dataset in data.eval.")
-    prompt_column: str | None = setting(None, "Column of the user's text. null: found by name.")
+    split: str = setting("train", "Split of a Hub dataset, or of a directory of files, in data.train.")
+    eval_split: str = setting("test", "Split of a Hub dataset, or of a directory of files, in data.eval.")
+    revision: str | None = setting(
+        None,
+        "Branch, tag or commit of a Hub dataset in data.train. null: the default branch. A commit keeps the "
+        "run's data, whatever is uploaded before it is resumed.",
+    )
+    eval_revision: str | None = setting(None, "Branch, tag or commit of a Hub dataset in data.eval.")
+    prompt_column: str | None = setting(
+        None, "Column of the user's text, or of messages. null: found by name."
+    )
     response_column: str | None = setting(
         None, "Column of the assistant's text. null: found by name, or none with prompt_column alone."
+    )
+    max_malformed_fraction: float = setting(
+        0.01,
+        "Largest fraction of the rows of a source that may be malformed. They are left out and listed.",
+        ge=0,
+        le=1,
     )
     near_duplicates: float | None = setting(
         None,

@@ -32,6 +32,8 @@ def training_sources(data: DataConfig, located: Located) -> dict[str, Source]:
             one.prompt_column,
             one.response_column,
             require_answer=not data.regenerate.enabled,
+            revision=one.revision,
+            max_malformed_fraction=data.max_malformed_fraction,
         )
 
     if data.train is not None:
@@ -47,7 +49,14 @@ def evaluation_source(data: DataConfig, located: Located) -> Source | None:
         return None
     columns = (data.prompt_column, data.response_column)
     return Source(
-        located(data.eval, True), EVAL, data.eval_split, data.subset, *columns, require_answer=False
+        located(data.eval, True),
+        EVAL,
+        data.eval_split,
+        data.subset,
+        *columns,
+        require_answer=False,
+        revision=data.eval_revision,
+        max_malformed_fraction=data.max_malformed_fraction,
     )
 
 
@@ -58,7 +67,9 @@ def evaluation_sets(data: DataConfig) -> dict[str, Source]:
         return {}
     if listed.endswith(".yaml") and not Path(listed).exists():
         listed = str(CHECKOUT / listed)  # as recipes name it, wherever the run starts
-    return parse_sources([listed], prompt_source(_SETS))
+    sets = parse_sources([listed], prompt_source(_SETS))
+    limit = data.max_malformed_fraction
+    return {name: replace(one, max_malformed_fraction=limit) for name, one in sets.items()}
 
 
 def mixture_of(config: RunConfig, located: Located) -> Mixture:

@@ -96,6 +96,18 @@ def test_each_gives_one_sample_per_turn_and_last_only_the_last_one():
     assert rendered(templates.CHATML, Turns.last)[1] == each[1:]
 
 
+@pytest.mark.parametrize("template", [templates.CHATML, templates.CHATML_MARKED])
+def test_turns_of_weight_zero_are_read_and_not_supervised(template):
+    roles = ("user", "assistant") * 3
+    messages = [{"role": role, "content": f"four {i}"} for i, role in enumerate(roles)]
+    for i in (1, 5):
+        messages[i]["weight"] = 0
+    for turns in Turns:
+        tokenizer, (sample,) = rendered(template, turns, Conversation("some-id", tuple(messages)))
+        assert supervised_texts(tokenizer, sample) == ["four 3<|im_end|>"]
+        assert "four 1" in decode(tokenizer, sample.input_ids)
+
+
 def test_a_template_that_drops_thinking_from_the_history():
     thoughtful = Conversation(
         "some-id",

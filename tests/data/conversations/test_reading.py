@@ -2,10 +2,13 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +18,8 @@ from data.conversations.schemas import MAX_CHARACTERS
 from eagle31.errors import UserError
 from tests.data.conversations.jsonl_files import CALL, pair, write_jsonl
 from tests.data.conversations.test_table import write_table
+
+ASKED, ANSWER = {"role": "user", "content": "q0"}, {"role": "assistant", "content": "2"}
 
 
 def contents(path: Path, **settings: Any) -> list[tuple[str, ...]]:
@@ -37,7 +42,7 @@ def test_csv_has_messages_as_json_and_tsv_has_tabs(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x" * 200_000}]
     text = json.dumps(messages).replace('"', '""')
     (tmp_path / "a.tsv").write_text(f'messages\tid\n"{text}"\tone\n[{{\ttwo\nonly\n')
-    reader = Source(str(tmp_path / "a.tsv")).reader(max_malformed_fraction=0.7)
+    reader = Source(str(tmp_path / "a.tsv"), max_malformed_fraction=0.7).reader()
     assert [(one.id, one.messages) for one in reader] == [("one", tuple(messages))]
     assert left_out(reader) == [3, 4]
 
@@ -51,11 +56,74 @@ def test_compressed_files_are_read(tmp_path: Path) -> None:
         contents(path)
 
 
+def compressed(codec: str, content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, codec) as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+def test_files_of_a_directory_a_pattern_and_object_storage_are_read_with_their_names(tmp_path: Path) -> None:
+    data = tmp_path / "set" / "data"
+    data.mkdir(parents=True)
+    (tmp_path / "set" / "README.md").write_text("A dataset.")
+    for i, name in enumerate(("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001")):
+        datasets.Dataset.from_list([pair(f"q{i}")]).to_parquet(str(data / f"{name}.parquet"))
+    for split, expected in {"train": [("q0", "2"), ("q1", "2")], "test": [("q2", "2")]}.items():
+        assert contents(tmp_path / "set", split=split) == expected
+    with pytest.raises(UserError, match="no split other, only train, test"):
+        contents(tmp_path / "set", split="other")
+    fingerprints = {Source(str(tmp_path / "set"), split=split).fingerprint() for split in ("train", "test")}
+    assert len(fingerprints) == 2
+
+    lines = [json.dumps(pair(f"q{i}")).encode() + b"\n" for i in range(3)]
+    (tmp_path / "a0.jsonl").write_bytes(lines[0])
+    (tmp_path / "a1.jsonl.zst").write_bytes(compressed("zstd", lines[1] + b"{\n"))
+    (tmp_path / "a[2].jsonl").write_bytes(lines[2])
+    reader = Source(str(tmp_path / "a*.jsonl*"), max_malformed_fraction=0.3).reader()
+    assert [one.messages[0]["content"] for one in reader] == ["q0", "q1", "q2"]
+    assert [where for where, _ in reader.malformed] == [f"{tmp_path}/a1.jsonl.zst:2"]
+    assert contents(tmp_path / "a[2].jsonl") == [("q2", "2")]
+    with pytest.raises(UserError, match="no such file"):
+        contents(tmp_path / "b*.jsonl")
+
+    storage = fsspec.filesystem("memory")
+    storage.pipe({f"/set/{i}.jsonl": line + b"[\n" for i, line in enumerate(lines)})
+    reader = Source("memory://set/*.jsonl", max_malformed_fraction=0.5).reader()
+    assert [one.messages[0]["content"] for one in reader] == ["q0", "q1", "q2"]
+    assert [where for where, _ in reader.malformed] == [f"memory:///set/{i}.jsonl:2" for i in range(3)]
+    before = Source("memory://set/*.jsonl").fingerprint()
+    storage.pipe("/set/2.jsonl", lines[0] * 2)
+    assert Source("memory://set/*.jsonl").fingerprint() != before
+    with pytest.raises(UserError, match=r"memory://set/\*\.parquet"):
+        list(Source("memory://set").reader())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"version": 1, "data": [pair("q0"), pair("q1")]}, indent=2),
+        json.dumps({"version": 1, "data": [pair("q0"), pair("q1")]}),
+        '{"data": [\n' + json.dumps(pair("q0")) + ",\n" + json.dumps(pair("q1")) + "\n]}",
+        json.dumps([pair("q0"), pair("q1")], indent=2),
+        "\n".join(json.dumps(pair(text) | {"data": [{"a": 1}]}) for text in ("q0", "q1")),
+        json.dumps([ASKED, ANSWER]) + "\n" + json.dumps([ASKED | {"content": "q1"}, ANSWER]),
+        json.dumps([[ASKED, ANSWER], [ASKED | {"content": "q1"}, ANSWER]], indent=2),
+        json.dumps({"messages": [ASKED, ANSWER, ASKED | {"content": "q1"}, ANSWER]}, indent=2),
+    ],
+    ids=range(8),
+)
+def test_json_lines_arrays_and_objects_with_rows_are_told_apart(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    found = contents(tmp_path / "a.json")
+    assert [text for one in found for text in one] == ["q0", "2", "q1", "2"]
+
+
 def test_a_text_file_has_a_prompt_on_each_line(tmp_path: Path) -> None:
     path = tmp_path / "a.txt.gz"
     lines = "\ufefffirst\n\n  \r\n second one \r\n\u2028third\n".encode() + b"\xff\n"
     path.write_bytes(gzip.compress(lines))
-    reader = Source(str(path), require_answer=False).reader(max_malformed_fraction=0.3)
+    reader = Source(str(path), require_answer=False, max_malformed_fraction=0.3).reader()
     assert [one.messages for one in reader] == [
         ({"role": "user", "content": text},) for text in ("first", "second one", "third")
     ]
@@ -85,14 +153,13 @@ def test_a_json_array_parquet_and_a_saved_dataset_are_read_alike(tmp_path: Path)
 def test_too_many_malformed_rows_are_a_user_error_with_the_first_five(tmp_path: Path) -> None:
     source = Source(write_jsonl(tmp_path / "a.jsonl", [pair()] * 100 + ["{"] * 7), field="data.eval")
     with pytest.raises(UserError, match="7 of 107 rows") as caught:
-        list(source.reader(max_malformed_fraction=0.05))
+        list(replace(source, max_malformed_fraction=0.05).reader())
     assert caught.value.field == "data.eval"
     assert "a.jsonl:105: " in str(caught.value)
     assert "a.jsonl:106: " not in str(caught.value)
-    assert len(list(source.reader(max_malformed_fraction=0.07))) == 100
+    assert len(list(replace(source, max_malformed_fraction=0.07).reader())) == 100
 
 
-USER, ANSWER = {"role": "user", "content": "what"}, {"role": "assistant", "content": "four"}
 NESTED = "[" * 100_000 + "]" * 100_000
 
 
@@ -101,10 +168,10 @@ NESTED = "[" * 100_000 + "]" * 100_000
     [
         '{"messages": ' + NESTED + "}",
         '{"messages": ' + "9" * 5000 + "}",
-        json.dumps({"messages": [USER, ANSWER | {"content": "\ud800"}]}),
-        json.dumps({"messages": [USER, ANSWER], "tools": [{"a": "\udfff"}]}),
-        json.dumps({"messages": [USER, ANSWER | {"content": "é"}]}, ensure_ascii=False).encode("latin-1"),
-        json.dumps({"messages": [USER, ANSWER | {"content": "x" * MAX_CHARACTERS}]}),
+        json.dumps({"messages": [ASKED, ANSWER | {"content": "\ud800"}]}),
+        json.dumps({"messages": [ASKED, ANSWER], "tools": [{"a": "\udfff"}]}),
+        json.dumps({"messages": [ASKED, ANSWER | {"content": "é"}]}, ensure_ascii=False).encode("latin-1"),
+        json.dumps({"messages": [ASKED, ANSWER | {"content": "x" * MAX_CHARACTERS}]}),
     ],
     ids=range(6),
 )
@@ -112,12 +179,12 @@ def test_a_row_that_cannot_be_used_is_left_out_and_named(tmp_path: Path, line: s
     path = tmp_path / "a.jsonl"
     bad = line if isinstance(line, bytes) else line.encode()
     path.write_bytes(json.dumps(pair()).encode() + b"\n" + bad + b"\n")
-    reader = Source(str(path)).reader(max_malformed_fraction=0.5)
+    reader = Source(str(path), max_malformed_fraction=0.5).reader()
     assert len(list(reader)) == 1
     assert left_out(reader) == [2]
     path.write_bytes(bad)
     with pytest.raises(UserError):
-        list(Source(str(path)).reader(max_malformed_fraction=1.0))
+        list(Source(str(path), max_malformed_fraction=1.0).reader())
 
 
 @pytest.mark.parametrize(
@@ -141,7 +208,7 @@ def test_what_is_no_source_is_a_user_error_with_its_field(
     if content is not None:
         Path(name).write_bytes(content)
     with pytest.raises(UserError) as caught:
-        list(Source(name).reader(max_malformed_fraction=1.0))
+        list(Source(name, max_malformed_fraction=1.0).reader())
     assert (caught.value.field, caught.value.value) == ("data.train", name)
 
 
@@ -189,7 +256,7 @@ def test_whatever_a_file_has_is_read_and_can_be_stored_or_is_refused(
         path = directory / f"a{suffix}"
         path.write_bytes(content)
         try:
-            found = list(Source(str(path)).reader(max_malformed_fraction=1.0))
+            found = list(Source(str(path), max_malformed_fraction=1.0).reader())
         except UserError:
             continue
         table = write_table(found, directory / "table")

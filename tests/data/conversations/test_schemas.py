@@ -40,6 +40,7 @@ def test_openai_messages_keep_the_keys_of_templates(tmp_path):
 
 ROLES = [("system", "s"), ("human", "h"), ("gpt", "g"), ("observation", "o"), ("gpt", "a"), ("user", "u")]
 MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+SYSTEM = {"role": "system", "content": "s"}
 ASKED = {"prompt_column": "ask", "response_column": "reply"}
 
 
@@ -60,6 +61,34 @@ ASKED = {"prompt_column": "ask", "response_column": "reply"}
             ASKED,
             "user q assistant a",
         ),
+        ({"system": "s", "conversations": MESSAGES}, {}, "system s user q assistant a"),
+        ({"system": None, "messages": MESSAGES}, {}, "user q assistant a"),
+        ({"system_prompt": "s", "question": "q", "response": "a"}, {}, "system s user q assistant a"),
+        ({"system": "s", "messages": [SYSTEM, *MESSAGES]}, {}, "system s user q assistant a"),
+        (
+            {"system": "s", "instruction": "q", "input": "i", "output": "a", "history": [["h", "g"]]},
+            {},
+            "system s user h assistant g user q\n\ni assistant a",
+        ),
+        (
+            {"history": MESSAGES, "ask": "q", "reply": "a"},
+            ASKED,
+            "user q assistant a user q assistant a",
+        ),
+        ({"instruction": "q", "context": "c", "response": "a"}, {}, "user q\n\nc assistant a"),
+        ({"prompt": MESSAGES[:1], "completion": MESSAGES[1:]}, {}, "user q assistant a"),
+        ({"input": MESSAGES[:1], "output": "a"}, {}, "user q assistant a"),
+        ({"messages": MESSAGES[:1], "answer": "a"}, {}, "user q assistant a"),
+        ({"messages": MESSAGES, "answer": "n"}, {}, "user q assistant a"),
+        ({"dialog": MESSAGES, "label": 1}, {}, "user q assistant a"),
+        ({"chosen": MESSAGES, "rejected": MESSAGES}, {"prompt_column": "chosen"}, "user q assistant a"),
+        (MESSAGES, {}, "user q assistant a"),
+        (
+            {"conversations": [{"from": "gpt", "value": "g"}, SYSTEM, *MESSAGES]},
+            {},
+            "system s user q assistant a",
+        ),
+        ({"messages": [*MESSAGES, {"role": "human", "content": ""}]}, {}, "user q assistant a"),
         *(
             (row, {"require_answer": False, **columns}, expected)
             for row, columns, expected in [
@@ -91,8 +120,11 @@ def test_known_schemas_and_named_columns_are_read(tmp_path, row, settings, expec
         ({"text": "x", "label": 1}, {}, "text, label"),
         ({"prompt": "a", "response": "b", "question": "c", "answer": "d"}, {}, "Several schemas fit"),
         ({"prompt": "a", "response": "b"}, {"response_column": "response"}, "Name both"),
-        ({"text": "x"}, {"require_answer": False}, "For prompts alone, name data.prompt_column"),
+        ({"text": "x"}, {"require_answer": False}, "for prompts alone, name data.prompt_column"),
         ({"prompt": "a", "turns": ["b"]}, {"require_answer": False}, "Several schemas fit"),
+        ({"chosen": MESSAGES, "rejected": MESSAGES}, {}, "Several schemas fit.*name data.prompt_column"),
+        ({"input_ids": [1], "loss_mask": [0]}, {}, "Token ids are not read"),
+        ({"text": "<|im_start|>user"}, {}, "template's markers is not read"),
         (
             {"prompt": "a", "response": "b"},
             {"prompt_column": "prompt", "response_column": "reply"},
@@ -138,10 +170,10 @@ def test_a_conversation_ends_before_its_first_image_and_is_no_malformed_row(tmp_
     source = Source(str(write_jsonl(tmp_path / "a.jsonl", [{"messages": row} for row in rows])))
     reader = source.reader()
     assert [len(one.messages) for one in reader] == [2, 3]
-    assert (reader.num_rows, reader.num_with_images, reader.malformed) == (4, 3, [])
-    assert [where.rpartition(":")[2] for where, _ in reader.image_prompts] == ["1", "4"]
+    assert (reader.num_rows, reader.cut.total(), reader.malformed) == (4, 1, [])
+    assert [where.rpartition(":")[2] for where, _ in reader.left_out] == ["1", "4"]
     write_jsonl(tmp_path / "a.jsonl", [{"messages": rows[0]}])
-    with pytest.raises(UserError, match="1 have an image before their first answer"):
+    with pytest.raises(UserError, match=r"of 1 nothing can be used.*\n.*images"):
         list(reader)
 
 
@@ -166,9 +198,10 @@ def test_malformed_rows_are_left_out_and_named(tmp_path):
         good,
     ]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
-    reader = Source(source).reader(max_malformed_fraction=0.9)
-    assert len(list(reader)) == 2
-    assert [int(where.rpartition(":")[2]) for where, _ in reader.malformed] == [2, *range(4, 13)]
+    reader = Source(source, max_malformed_fraction=0.9).reader()
+    assert len(list(reader)) == 3
+    assert [int(where.rpartition(":")[2]) for where, _ in reader.malformed] == [2, 4, 5, 7, 9, 10, 11, 12]
+    assert [int(where.rpartition(":")[2]) for where, _ in reader.left_out] == [6]
     assert "unknown role 'narrator'" in reader.malformed[2][1]
 
 
@@ -188,6 +221,77 @@ def test_alpacas_input_follows_the_instruction(tmp_path):
         {"instruction": "Add.", "input": 3, "output": "a"},
     ]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
-    reader = Source(source).reader(max_malformed_fraction=0.3)
+    reader = Source(source, max_malformed_fraction=0.3).reader()
     assert [messages[0][1] for messages in roles_and_contents(reader)] == ["Add.", "Add.\n\n2 and 2", "Add."]
     assert "int, not text" in reader.malformed[0][1]
+
+
+def test_calls_and_results_of_older_formats_become_those_of_templates(tmp_path):
+    call, result = {"name": "add", "arguments": '{"a": 2}'}, {"role": "tool", "content": "2"}
+    sharegpt = [
+        {"from": "human", "value": "q"},
+        {"from": "function_call", "value": json.dumps(call)},
+        {"from": "observation", "value": "2"},
+        {"from": "gpt", "value": "a"},
+    ]
+    openai = [
+        MESSAGES[0],
+        {"role": "assistant", "content": None, "function_call": call},
+        result | {"role": "function"},
+        MESSAGES[1],
+    ]
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    written = [MESSAGES[0], called, result, MESSAGES[1]]
+    rows = [
+        {"conversations": sharegpt, "tools": json.dumps([TOOL["function"]])},
+        {"messages": openai, "functions": [TOOL["function"]]},
+        {"messages": written, "tools": [TOOL]},
+    ]
+    found = list(Source(write_jsonl(tmp_path / "a.jsonl", rows)).reader())
+    assert found[0].messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 2}
+    assert found[0] == found[1] == found[2]
+    assert found[0].tools == (TOOL,)
+
+
+def test_a_turn_of_weight_zero_is_context_only(tmp_path):
+    for key, value in {"weight": 0, "loss": False, "train": False, "training": 0}.items():
+        messages = [*MESSAGES, MESSAGES[0] | {key: value}, MESSAGES[1] | {key: value}]
+        [one] = Source(write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}])).reader()
+        assert list(one.messages) == [*MESSAGES, MESSAGES[0], MESSAGES[1] | {"weight": 0}]
+        write_jsonl(tmp_path / "a.jsonl", [{"messages": messages[2:]}])
+        with pytest.raises(UserError, match="all assistant turns are context only"):
+            list(Source(str(tmp_path / "a.jsonl")).reader())
+    [one] = Source(
+        write_jsonl(
+            tmp_path / "a.jsonl",
+            [{"conversations": [MESSAGES[0], {"from": "gpt", "value": "a", "weight": 1}]}],
+        )
+    ).reader()
+    assert list(one.messages) == MESSAGES
+
+
+def test_rows_without_a_usable_turn_are_no_malformed_ones(tmp_path):
+    answer, image = MESSAGES[1], {"role": "user", "content": [{"type": "image"}]}
+    rows = [[], [answer], [SYSTEM], [MESSAGES[0], answer | {"content": " "}], [image, answer], MESSAGES]
+    reader = Source(write_jsonl(tmp_path / "a.jsonl", [{"conversations": row} for row in rows])).reader()
+    assert len(list(reader)) == 1
+    assert [where.rpartition(":")[2] for where, _ in reader.left_out] == ["1", "2", "3", "4", "5"]
+    assert reader.malformed == []
+
+
+def test_two_different_system_prompts_make_a_row_malformed(tmp_path):
+    rows = [{"system": "other", "messages": [SYSTEM, *MESSAGES]}]
+    with pytest.raises(UserError, match="different system prompts"):
+        list(Source(write_jsonl(tmp_path / "a.jsonl", rows)).reader())
+
+
+def test_rows_before_the_first_conversation_do_not_decide_how_the_others_are_read(tmp_path):
+    rows = [{"error": "timeout"}] * 3 + [{"prompt": "q", "response": "a", "note": 1}] * 397
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    reader = Source(source).reader()
+    assert len(list(reader)) == 397
+    assert (str(reader.layout), reader.unused, len(reader.malformed)) == ("prompt, response", ["note"], 3)
+    write_jsonl(tmp_path / "a.jsonl", [{"error": "timeout"}] * 1000 + ["{"] * 1000)
+    with pytest.raises(UserError, match=r"No known schema fits\. The columns are error"):
+        list(reader)
+    assert reader.num_rows == 1000

@@ -1,0 +1,220 @@
+"""The rows of files and data sets, each with the place where it is."""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from glob import has_magic, iglob
+from itertools import chain
+from pathlib import Path, PurePath
+from typing import Any, TextIO
+
+import fsspec
+import pyarrow as pa
+from datasets import Dataset, DatasetDict, load_dataset, load_dataset_builder, load_from_disk
+from fsspec import AbstractFileSystem
+from fsspec.compression import compr, register_compression
+from fsspec.implementations.local import LocalFileSystem
+
+from data.addresses import is_url
+from data.conversations.schemas import MalformedRow, are_messages, listed
+from data.file_hashes import hash_files
+from data.hub import check_hub
+from eagle31.errors import UserError
+
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_LINES = ".txt"
+_PARQUET = ".parquet"
+_SUFFIXES = (".jsonl", ".json", ".ndjson", *_DELIMITERS, _LINES, _PARQUET)
+_COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+_MAX_FIELD_CHARACTERS = 1 << 27  # of a CSV file; the default is 128 KiB, which a long answer exceeds
+_SAVED = ("state.json", "dataset_dict.json")  # in a directory that `datasets` has saved
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file with rows, on this machine or in object storage."""
+
+    file_system: AbstractFileSystem
+    path: str
+
+    def __str__(self) -> str:
+        return self.path if self.is_local else str(self.file_system.unstrip_protocol(self.path))
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.file_system, LocalFileSystem)
+
+    def rows(self) -> Iterator[tuple[str, Any]]:
+        """Yield (location, row) in order; a row that cannot be parsed is a `MalformedRow`."""
+        suffix = _suffix(self.path)
+        if suffix == _PARQUET:
+            found = load_dataset("parquet", data_files=str(self), split="train", streaming=True)
+            yield from dataset_rows(str(self), found)
+            return
+        if "zstd" not in compr:  # Python has it from 3.14 on
+            register_compression("zstd", lambda file, **_: pa.CompressedInputStream(file, "zstd"), "zst")
+        # A byte that is not UTF-8 becomes a character that no text may have, in its row alone.
+        options = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
+        with self.file_system.open(self.path, "rt", compression="infer", **options) as stream:
+            if suffix == _LINES:
+                lines = ((number, line.strip()) for number, line in enumerate(stream, start=1))
+                yield from ((f"{self}:{number}", {"prompt": line}) for number, line in lines if line)
+            elif suffix in _DELIMITERS:
+                yield from _csv_rows(str(self), stream, _DELIMITERS[suffix])
+            else:
+                yield from _json_rows(str(self), stream)
+
+
+def fingerprints(files: Sequence[DataFile]) -> list[str]:
+    """Return what identifies the content of each file: a hash, or what object storage says of its version."""
+    if all(file.is_local for file in files):
+        return hash_files([Path(file.path) for file in files])
+    return [file.file_system.ukey(file.path) for file in files]
+
+
+def find_files(location: str, field: str, split: str, subset: str | None) -> list[DataFile] | None:
+    """Return the files of a path, a pattern, a URL or a directory; None: `datasets` has saved it, or the Hub.
+
+    The files of a directory are those that `datasets` finds for its split.
+
+    Raises:
+        UserError: there are none.
+    """
+    path = Path(location).expanduser()
+    if is_file(location, field):
+        system, found = fsspec.core.url_to_fs(location if is_url(location) else str(path))
+        paths = sorted(system.glob(found)) if has_magic(found) and not system.exists(found) else [found]
+    elif path.is_dir() and not any((path / name).exists() for name in _SAVED):
+        system = fsspec.filesystem("file")
+        splits = load_dataset_builder(str(path), subset).config.data_files
+        if split not in splits:
+            raise UserError(field, location, f"It has no split {split}, only {listed(splits)}.")
+        paths = splits[split]
+    else:
+        return None
+    files = [DataFile(system, one) for one in paths if _suffix(one) in _SUFFIXES]
+    if not files:
+        remedy = (
+            f"It has no files that end in {', '.join(_SUFFIXES)}; give them, such as {location}/*.parquet."
+        )
+        raise UserError(field, location, remedy)
+    return files
+
+
+def is_file(location: str, field: str) -> bool:
+    """Return whether the location is a file, a pattern or a URL, and otherwise a directory or a hub id.
+
+    Raises:
+        UserError: it is none of them, or a file of another kind.
+    """
+    path = Path(location).expanduser()
+    if path.is_dir() or is_url(location):
+        return is_url(location)
+    named_as_file = _suffix(location) in _SUFFIXES
+    if path.exists() and not (named_as_file and path.is_file()):
+        remedy = f"Only files that end in {', '.join(_SUFFIXES)} can be read"
+        raise UserError(field, location, f"{remedy}, also compressed ({', '.join(_COMPRESSIONS)}).")
+    there = path.exists() or (has_magic(location) and any(iglob(str(path), recursive=True)))
+    if not there and (named_as_file or not re.fullmatch(r"[\w.-]+/[\w.-]+", location)):
+        remedy = "There is no such file or directory; give a path, or a hub id such as org/name."
+        raise UserError(field, location, remedy)
+    return there
+
+
+def _suffix(path: str) -> str:
+    """Return what a file's name ends in, without that of a compression."""
+    found = PurePath(path)
+    return found.with_suffix("").suffix if found.suffix in _COMPRESSIONS else found.suffix
+
+
+def load(location: str, field: str, split: str, subset: str | None, revision: str | None) -> Dataset:
+    """Return a data set that `datasets` has saved, or one of the Hub.
+
+    Raises:
+        UserError: it cannot be loaded, or has no such split.
+    """
+    path = Path(location).expanduser()
+    try:
+        if not path.is_dir():
+            check_hub(field, location, "dataset")
+            return load_dataset(location, subset, split=split, revision=revision)
+        loaded = load_from_disk(str(path))
+        found = loaded[split] if isinstance(loaded, DatasetDict) else loaded
+        found.data.table.validate(full=True)  # lists with wrong offsets would be read beyond their ends
+        return found
+    except UserError:
+        raise
+    except Exception as error:  # `datasets` believes what the files say, and raises whatever comes of it
+        reason = f"`datasets` cannot load it (split {split}): {one_line(error)}"
+        raise UserError(field, location, reason) from error
+
+
+def dataset_rows(name: str, dataset: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (location, row) of what `datasets` reads, without the null values of structs."""
+    for index, row in enumerate(dataset):
+        yield f"{name}[{index}]", _without_nulls(row, column=True)
+
+
+def _json_rows(name: str, stream: TextIO) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of JSON lines, or those of a file that is one array or one object."""
+    start, first = next(((number, line) for number, line in enumerate(stream, 1) if line.strip()), (1, ""))
+    lines: Iterable[str] = chain([first], stream)
+    row = _parsed(first)
+    spans_lines = first.lstrip().startswith("[") or first.rstrip().endswith(("{", "["))
+    if spans_lines or _rows_of(row) != [row]:
+        text = first + stream.read()
+        rows = _rows_of(_parsed(text))
+        if rows is not None:
+            yield from ((f"{name}[{index}]", row) for index, row in enumerate(rows))
+            return
+        lines = io.StringIO(text, newline="")
+    for number, line in enumerate(lines, start):
+        if line.strip():
+            yield f"{name}:{number}", _parsed(line)
+
+
+def _rows_of(value: Any) -> list[Any] | None:
+    """Return the rows of a file that is one value: those of an array or an object's `data`, or the object."""
+    if isinstance(value, dict):
+        rows = value.get("data")
+        has_rows = isinstance(rows, list) and any(isinstance(row, dict) for row in rows)
+        return rows if has_rows and not are_messages(rows) else [value]
+    return value if isinstance(value, list) and not are_messages(value) else None
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # of numbers and nested brackets too
+        return MalformedRow(f"the line is not JSON ({error})")
+
+
+def _csv_rows(name: str, stream: TextIO, delimiter: str) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a file whose first line names the columns; an empty field is None."""
+    csv.field_size_limit(_MAX_FIELD_CHARACTERS)
+    reader = csv.DictReader(stream, delimiter=delimiter, strict=True)
+    for row in reader:
+        where = f"{name}:{reader.line_num}"
+        if None in row or None in row.values():
+            yield where, MalformedRow("it has not as many fields as the first line")
+        else:
+            yield where, {name: value or None for name, value in row.items()}
+
+
+def _without_nulls(value: Any, *, column: bool = False) -> Any:
+    """Remove null values: Arrow gives every struct all keys, and templates test whether a key exists.
+
+    Args:
+        column: keys are columns, which stay.
+    """
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if column or item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def one_line(error: Exception) -> str:
+    """Return what an error says, without line breaks."""
+    return " ".join((str(error) or type(error).__name__).split())
