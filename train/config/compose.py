@@ -186,9 +186,12 @@ def errors_for_users(recipe: str, arguments: Sequence[str]) -> Iterator[None]:
         cause = error.__cause__ or error
         message = str(cause).splitlines()[0].strip()
         key = str(getattr(cause, "full_key", None) or "")
-        for argument in arguments:
+        # The one that Hydra names, and else the last with the key, which replaces earlier ones.
+        reason = str(error)
+        named = [argument for argument in arguments if reason.endswith(argument)]
+        for argument in [*named, *reversed(arguments)]:
             given, _, value = argument.lstrip("+").partition("=")
-            if given == key or key.startswith(f"{given}.") or argument in str(error):
+            if given == key or key.startswith(f"{given}.") or argument in reason:
                 if without_credentials(value) != value:
                     message = "It cannot be used"  # Hydra's reason repeats the value, with its secret
                 raise UserError(given, value, f"{message}.") from None

@@ -46,6 +46,13 @@ def test_a_mistake_is_named_with_its_remedy(argument: str, remedy: str) -> None:
     assert remedy in caught.value.remedy
 
 
+@pytest.mark.parametrize("values", [("5", "many"), ("many", "5"), ("???", "5", "many")])
+def test_of_a_key_that_is_given_twice_the_wrong_value_is_named(values: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as caught:
+        composed([*NEEDED, *(f"train.max_steps={value}" for value in values)])
+    assert (caught.value.field, caught.value.value) == ("train.max_steps", "many")
+
+
 def test_a_path_may_begin_with_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/one")
     named = ["data.train=null", "data.sources.mine.source=~/a.jsonl", "capture.store='~/store'"]
