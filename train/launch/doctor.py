@@ -31,7 +31,7 @@ from data.capture.vllm.environment import (
     find_python,
     installed_version,
 )
-from data.conversations.reading import is_file
+from data.conversations.files import is_file
 from data.embedded.corpus import standard_library
 from data.embedded.target import TargetSettings, fingerprint
 from data.store.remote import check_protocol
