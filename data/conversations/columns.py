@@ -96,7 +96,7 @@ class Layout:
     def _asked(self, row: Mapping[str, Any]) -> Messages:
         prompt, further = row.get(self.prompt), self._value(row, "further")
         if further is not None and (text := text_of(further)).strip():
-            prompt = f"{text_of(prompt)}\n\n{text}"
+            prompt = f"{prompt}\n\n{text}"
         return _spoken(prompt, "user")
 
 
@@ -114,21 +114,23 @@ def find_layout(row: Mapping[str, Any], columns: Columns, require_answer: bool, 
     prompt, response = columns.prompt, columns.response
     shared = {
         "system": next((name for name in _SYSTEMS if name in row), None),
-        "history": "history" if "history" in row else None,
+        "history": "history" if "history" in row.keys() - {prompt} else None,
     }
+    further = None
     if prompt is None and response is not None:
         raise NoLayout(f"Name both {names}. {found}")
     if prompt is not None:
         needed = [prompt, response] if require_answer and response is not None else [prompt]
         if missing := [name for name in needed if name not in row]:
             raise NoLayout(f"There is no column {', '.join(missing)}. {found}")
-        further = None
     else:
         if named := next((name for name in _LISTS if name in row), None):
             answers = [name for name in _RESPONSES if name in row]
             return Layout(named, answers[0] if len(answers) == 1 else None, True, **shared)
         prompts = [name for name in _PROMPTS if name in row] or [name for name in ("input",) if name in row]
-        prompts = prompts or [name for name, value in row.items() if are_messages(value)]
+        prompts = prompts or [
+            name for name, value in row.items() if are_messages(value) and name != "history"
+        ]
         responses = [name for name in _RESPONSES if name in row]
         several = len(prompts) > 1 or (require_answer and len(responses) > 1)
         if several or not prompts:
@@ -140,7 +142,8 @@ def find_layout(row: Mapping[str, Any], columns: Columns, require_answer: bool, 
             )
         [prompt] = prompts
         response = responses[0] if len(responses) == 1 else None
-        further = next((name for name in _FURTHER if name in row and name != prompt), None)
+        if isinstance(row[prompt], str):
+            further = next((name for name in _FURTHER if name in row and name != prompt), None)
     if response is None and require_answer and not _has_answer(row[prompt]):
         raise NoLayout(
             f"It has prompts without answers: {REGENERATE}, or give answers too, in the columns that {names} "
@@ -152,7 +155,7 @@ def find_layout(row: Mapping[str, Any], columns: Columns, require_answer: bool, 
 def _tokens_or_text(row: Mapping[str, Any]) -> str:
     """Return what can be said about rows in which a template was applied already."""
     if "input_ids" in row:
-        return " Token ids are not read: give the messages of which they were made, or their decoded texts."
+        return " Token ids are not read: give the messages of which they were made."
     if "text" in row:
         return " A text with a template's markers is not read: give its messages."
     return ""

@@ -79,6 +79,8 @@ def with_known_role(message: Any) -> dict[str, Any]:
     role = message[key]
     if not isinstance(role, str) or role not in _ROLES:
         raise MalformedRow(f"unknown role {_shown(role)}")
+    if key == "role" and _ROLES[role] == role != _CALL:
+        return message
     others = {name: value for name, value in message.items() if name not in ("role", "from", "value")}
     found = {"role": _ROLES[role], "content": message.get("value"), **others}
     if found["role"] == _CALL:
@@ -122,9 +124,10 @@ def _has_media(message: Mapping[str, Any]) -> bool:
 def _is_empty(message: Mapping[str, Any]) -> bool:
     """Return whether a message of the user or the assistant says nothing."""
     content = message.get("content") or ""
-    says_more = any(message.get(key) for key in ("tool_calls", _CALL, "reasoning_content", "reasoning"))
-    blank = isinstance(content, str | list) and not text_of(content).strip()
-    return message["role"] in ("user", "assistant") and blank and not says_more
+    if message["role"] not in ("user", "assistant") or not isinstance(content, str | list):
+        return False
+    more = ("tool_calls", _CALL, "reasoning_content", "reasoning")
+    return not text_of(content).strip() and not any(message.get(key) for key in more)
 
 
 def to_conversation(row: dict[str, Any], messages: Messages, require_answer: bool) -> Conversation:

@@ -345,7 +345,8 @@ def _check_source(field: str, source: str) -> None:
     if is_url(source):
         check_protocol(source)
     elif here:
-        if not os.access(Path(source).expanduser(), os.R_OK):
+        path = Path(source).expanduser()
+        if path.exists() and not os.access(path, os.R_OK):
             raise UserError(field, source, "This account may not read it: change its mode or its owner.")
     elif constants.HF_HUB_OFFLINE and ("dataset", source) not in cached_repositories():
         remedy = f"HF_HUB_OFFLINE is set: download it first (hf download {source} --repo-type dataset)."

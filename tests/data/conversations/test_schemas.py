@@ -81,6 +81,8 @@ ASKED = {"prompt_column": "ask", "response_column": "reply"}
         ({"messages": MESSAGES[:1], "answer": "a"}, {}, "user q assistant a"),
         ({"messages": MESSAGES, "answer": "n"}, {}, "user q assistant a"),
         ({"dialog": MESSAGES, "label": 1}, {}, "user q assistant a"),
+        ({"history": MESSAGES}, {"prompt_column": "history"}, "user q assistant a"),
+        ({"prompt": MESSAGES[:1], "context": "c", "answer": "a"}, {}, "user q assistant a"),
         ({"chosen": MESSAGES, "rejected": MESSAGES}, {"prompt_column": "chosen"}, "user q assistant a"),
         (MESSAGES, {}, "user q assistant a"),
         (
