@@ -189,8 +189,9 @@ class ConversationReader:
         if num_rows == 0:
             remedy = "It has no rows; give a source with conversations."
             raise UserError(source.field, source.location, remedy)
-        if not self.num_conversations and [reason for _, reason in self.malformed[:1]] == [self._unknown]:
-            raise UserError(source.field, source.location, self._unknown)
+        first = self.malformed[0][1] if self.malformed else ""
+        if not self.num_conversations and first == self._unknown:
+            raise UserError(source.field, source.location, first)
         if self.num_conversations and num_malformed <= source.max_malformed_fraction * num_rows:
             return
         remedy = f"{num_malformed} of {num_rows} rows are malformed"

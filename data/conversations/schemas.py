@@ -221,7 +221,7 @@ def _as_function(value: dict[str, Any]) -> dict[str, Any]:
     """Return a call or a tool as OpenAI writes them, with its name under `function`."""
     if isinstance(value.get("function"), dict) or "name" not in value:
         return value
-    outer = {key: value[key] for key in ("id", "type") if key in value}
+    outer: dict[str, Any] = {key: value[key] for key in ("id", "type") if key in value}
     inner = {key: item for key, item in value.items() if key not in outer}
     return {"type": "function", **outer, "function": inner}
 

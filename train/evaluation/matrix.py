@@ -58,7 +58,7 @@ class Cell:
         return completing.samples(self.prompts, self.completions)
 
 
-def prompt_source(field: str, split: str = "test", **columns: str | None) -> Source:
+def prompt_source(field: str, split: str = "test", **columns: Any) -> Source:
     """Return a source of prompts, whose location is still open; `field` is the setting's name in messages."""
     return Source("", field, split, require_answer=False, **columns)
 
