@@ -227,3 +227,10 @@ def test_a_port_in_use_is_refused() -> None:
     with port_in_use() as port, pytest.raises(UserError, match=r"Nothing can listen on 127\.0\.0\.1"):
         check_port("--port", port)
     check_port("--port", free_port())
+
+
+def test_a_pattern_is_a_source_where_files_match_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    doctor._check_source("data.train", f"{tmp_path}/*.jsonl")
+    with pytest.raises(UserError, match="no such file"):
+        doctor._check_source("data.train", f"{tmp_path}/*.csv")
