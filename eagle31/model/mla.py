@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from eagle31.errors import UserError
-from eagle31.kernels import dispatch
 from eagle31.kernels.elementwise import RMSNorm, StepLinear, rotate_pairs
 from eagle31.kernels.split_linear import SplitLinear, TokenProjection, project
 from eagle31.model.attention import AttentionModule, AttentionShape, Projections
@@ -212,10 +211,6 @@ class LatentAttention(AttentionModule):
     def expanded(self, compressed: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         latent, turned = compressed
         products = self.kv_b_proj(latent).unflatten(-1, (self.num_heads, -1))
-        if dispatch.has_triton(products):
-            from eagle31.kernels.expanded_heads import expanded_heads
-
-            return expanded_heads(products, turned, self.value_widths[1])
         plain, value = products.split(self.value_widths, dim=-1)
         # A copy, so that attention does not keep the full expanded product for its backward pass.
         keys = torch.cat((plain, turned.expand(-1, self.num_heads, -1)), dim=-1)

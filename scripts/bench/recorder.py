@@ -51,7 +51,6 @@ _PLACES = {
     ("eagle31/kernels/merged_attention.py", ""): MERGE,
     ("eagle31/kernels/packed_steps.py", ""): MERGE,
     ("eagle31/kernels/rollout_terms.py", ""): MERGE,
-    ("eagle31/kernels/expanded_heads.py", ""): PROJECTIONS,
     ("eagle31/kernels/split_linear.py", ""): PROJECTIONS,
     ("eagle31/kernels/rotation.py", ""): NORMS,
     ("eagle31/training/rollout.py", "attend"): MERGE,

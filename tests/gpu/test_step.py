@@ -29,7 +29,6 @@ from train.trainer.engine import ensure_process_group
 
 # Relative to the norm of the reference's gradient; bfloat16 keeps 8 bits of every product and state.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
-MLA = MlaShape(q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "target_hidden_size": 64,
@@ -38,11 +37,24 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 1,
     "head_dim": 64,
 }
+
+
+def mla(num_heads: int, plain_width: int, value_width: int) -> dict[str, Any]:
+    ranks = {"q_lora_rank": 48, "kv_lora_rank": 32}
+    shape = MlaShape(**ranks, qk_nope_head_dim=plain_width, qk_rope_head_dim=64, v_head_dim=value_width)
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads, "head_dim": shape.head_dim}
+    return heads | {"attention": shape}
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "eagle3.1": {},
     "eagle3": EAGLE3,
     "full vocabulary": {"draft_vocab_size": VOCAB},
-    "mla": {"num_key_value_heads": 2, "head_dim": 192, "attention": MLA},
+    # The heads of recipes.
+    "llama3_3_70b": {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128},
+    "kimi_k2_6": mla(64, 128, 128),
+    "deepseek_v3": mla(128, 128, 128),
+    "glm_5_2": mla(64, 192, 256),
     "sliding window": {"sliding_window": 40},
 }
 NUM_STEPS = 4

@@ -15,7 +15,6 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 MODULES = [
-    "eagle31.kernels.expanded_heads",
     "eagle31.kernels.loss",
     "eagle31.kernels.norm_backward",
     "eagle31.kernels.rollout_terms",

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from eagle31.kernels import dispatch
 from eagle31.kernels.elementwise import GatedLinear, RMSNorm, rotate, rotate_pairs
-from eagle31.kernels.expanded_heads import expanded_heads
 
 ROWS, WIDTH = 9, 12
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -92,20 +91,6 @@ def test_rotate(dtype: torch.dtype) -> None:
 
     compare(lambda x: rotate(x, cos, sin), plain, [torch.randn(ROWS, 3, WIDTH)], dtype)
     compare(lambda x: rotate_pairs(x, cos, sin), in_pairs, [torch.randn(ROWS, 2, 3 + WIDTH)], dtype)
-
-
-def test_expanded_heads() -> None:
-    torch.manual_seed(3)
-
-    def plain(products: Tensor, shared: Tensor) -> Tensor:
-        first, value = products.split((5, 3), -1)
-        return torch.cat((first, shared.expand(-1, 3, -1), value), -1)
-
-    def fast(products: Tensor, shared: Tensor) -> Tensor:
-        return torch.cat(expanded_heads(products, shared, 3), -1)
-
-    for width in (FP32, BF16):
-        compare(fast, plain, [torch.randn(ROWS, 3, 8), torch.randn(ROWS, 1, 4)], width)
 
 
 def test_gated_linear(dtype: torch.dtype) -> None:
