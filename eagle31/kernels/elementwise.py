@@ -84,11 +84,18 @@ class _TritonRMSNorm(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         grad, shape = grads[-1].contiguous(), grads[-1].shape
         of_sum = grads[0].contiguous() if len(grads) == 2 else None
+        of_x, _, _, of_residual, _ = ctx.needs_input_grad
         found, ctx.sum.total = norm_backward(
-            grad.flatten(0, -2), of_sum, x.flatten(0, -2), weight, inverse, ctx.sum.total
+            grad.flatten(0, -2),
+            of_sum,
+            x.flatten(0, -2),
+            weight,
+            inverse,
+            ctx.sum.total,
+            for_input=of_x or of_residual,
         )
         grad_weight = ctx.sum.taken().sum(0).to(weight.dtype) if ctx.is_first else None
-        found = found.view(shape)
+        found = None if found is None else found.view(shape)
         return found, grad_weight, None, None if of_sum is None else found, None
 
 

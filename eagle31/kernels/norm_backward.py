@@ -25,17 +25,24 @@ def _norm_backward_kernel(
         factor = tl.load(inverse + row)
         normed = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32) * factor
         of_weight += slope * normed
-        slope *= scale
-        found = (slope - normed * (tl.sum(slope * normed, axis=0) / width)) * factor
-        if of_sum is not None:
-            found += tl.load(of_sum + row * width + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row * width + columns, found.to(out.dtype.element_ty), mask=inside)
+        if out is not None:
+            slope *= scale
+            found = (slope - normed * (tl.sum(slope * normed, axis=0) / width)) * factor
+            if of_sum is not None:
+                found += tl.load(of_sum + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+            tl.store(out + row * width + columns, found.to(out.dtype.element_ty), mask=inside)
     tl.store(at_partial, of_weight, mask=inside)
 
 
 def norm_backward(
-    grad: Tensor, of_sum: Tensor | None, x: Tensor, weight: Tensor, inverse: Tensor, partial: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor,
+    of_sum: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    inverse: Tensor,
+    partial: Tensor | None,
+    for_input: bool,
+) -> tuple[Tensor | None, Tensor]:
     """Return the gradient of the input, and what is to be summed for the weight's.
 
     Args:
@@ -44,14 +51,15 @@ def norm_backward(
         x: [N, H] the input, of any row stride.
         inverse: float32 [N], of the root mean squares.
         partial: the second result of the call before, which this one adds to; None for the first.
+        for_input: False computes no gradient of the input.
 
     Returns:
-        [N, H], and float32 [programs, H].
+        [N, H] or None, and float32 [programs, H].
     """
     num_rows, width = x.shape
     if partial is None:
         partial = torch.zeros(_programs(x.device), width, dtype=torch.float32, device=x.device)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if for_input else None
     block = triton.next_power_of_2(width)
     _norm_backward_kernel[(len(partial),)](
         grad, of_sum, x, weight, inverse, out, partial, num_rows, x.stride(0), width,
