@@ -78,12 +78,16 @@ def write_export(
         verifier: the target and its number of draft tokens; required for `Layout.speculators`.
 
     Raises:
-        UserError: a weight is not finite, or vLLM would not serve the export as it was trained.
+        UserError: a weight is not finite or too large for `dtype`, or vLLM would not serve the export as it
+            was trained.
     """
+    for name, tensor in (state | {"embed_tokens.weight": embed_tokens}).items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(name, "nan or inf", "The trained weights are not finite; export an earlier step.")
     tensors = served_tensors(config, state, vocab, embed_tokens, dtype=dtype, layout=layout)
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
-            raise UserError(name, "nan or inf", "The trained weights are not finite; export an earlier step.")
+            raise UserError("export.dtype", dtype, f"{name} has values beyond its range; choose bfloat16.")
     drafter = Drafter(config)
     drafter.load_state_dict({name: tensor.to(DTYPES[dtype]) for name, tensor in state.items()})
     drafts = made_up_drafts(drafter.float(), embed_tokens)
@@ -96,9 +100,12 @@ def write_export(
     loaded = load_export(partial, torch.device("cpu"))
     _check_read_back(loaded.drafter.config, config)
     check_drafts(drafts, loaded.drafter, loaded.embed_tokens)
+    older = directory.with_name(f".{directory.name}.older")
+    shutil.rmtree(older, ignore_errors=True)
     if directory.exists():
-        shutil.rmtree(directory)
+        os.replace(directory, older)
     os.replace(partial, directory)
+    shutil.rmtree(older, ignore_errors=True)
 
 
 def _check_read_back(served: DrafterConfig, trained: DrafterConfig) -> None:

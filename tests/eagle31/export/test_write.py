@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,14 +58,35 @@ def test_an_older_export_is_replaced_completely(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["config.json", "e", "model.safetensors"]
 
 
-def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+def test_while_an_older_export_is_removed_there_is_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(tmp_path / "e")
+    remove, there = shutil.rmtree, []
+
+    def removing(path: Path, **options: bool) -> None:
+        remove(path, **options)
+        there.append((tmp_path / "e" / "config.json").exists())
+
+    monkeypatch.setattr(shutil, "rmtree", removing)
+    export(tmp_path / "e")
+    assert all(there)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "field"),
+    [(float("nan"), "float32", "norm.weight"), (70_000.0, "float16", "export.dtype")],
+)
+def test_weights_that_are_not_finite_are_refused(
+    tmp_path: Path, value: float, dtype: str, field: str
+) -> None:
     config = tiny_config()
     drafter, frozen = tiny_drafter(config, torch.float32)
     state = {name: p.detach().clone() for name, p in drafter.named_parameters()}
-    state["norm.weight"][0] = float("nan")
-    with pytest.raises(UserError, match=r"norm\.weight"):
+    state["norm.weight"][0] = value
+    with pytest.raises(UserError, match=rf"^{field}="):
         write_export(
-            tmp_path / "e", config, state, vocab_of(29), frozen.embed_tokens, dtype="float32", provenance={}
+            tmp_path / "e", config, state, vocab_of(29), frozen.embed_tokens, dtype=dtype, provenance={}
         )
     assert not (tmp_path / "e").exists()
 
