@@ -37,6 +37,7 @@ SLOW = (
     "tests/scripts/test_serve_target.py",
     "tests/data/generation/test_hf.py",
     "tests/eagle31/decoding/test_speculative.py",
+    "tests/eagle31/kernels/test_compiled.py",
     "tests/train/report/test_report.py",
     "tests/bad_input/test_templates.py",
     "tests/train/launch/test_submit.py",

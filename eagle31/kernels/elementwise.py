@@ -171,8 +171,10 @@ class _GatedLinear(torch.autograd.Function):
 
             gated = _gated(gate, up)
             grad_weight = _added_product(ctx, grad, gated)
-            # The gradients take the place of gate and up, which nothing reads after this.
-            return *swiglu_backward(gate, up, torch.mm(grad, weight, out=gated)), grad_weight, None
+            # The gradients take the place of gate and up; autograd refuses whatever would read those again.
+            gradients = swiglu_backward(gate.detach(), up.detach(), torch.mm(grad, weight, out=gated))
+            torch.autograd.graph.increment_version((gate, up))
+            return *gradients, grad_weight, None
         active = F.silu(gate)
         gated = active * up
         grad_weight = _added_product(ctx, grad, gated)

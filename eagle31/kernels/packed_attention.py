@@ -158,7 +158,7 @@ def packed_blocks(
         block.first_index, block.read_steps = first_indices[step], (first_steps[step], step)
         # The kernel counts the keys before and after the query's own.
         block.window = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-        if window == 0:
+        if window == 0 or not len(places[step]):
             block.calls, block.places, block.sources = (), None, None
         blocks.append(block)
     return blocks

@@ -34,7 +34,8 @@ class PackedBatch:
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, value in moved.items():
             if states or name not in STATES:
-                moved[name] = value.to(device, non_blocking=True)
+                # What a GPU copies to the host is read at once, so the host waits for it.
+                moved[name] = value.to(device, non_blocking=device.type != "cpu")
             if states and name in STATES and dtype is not None:
                 moved[name] = moved[name].to(dtype)
         return PackedBatch(**moved)

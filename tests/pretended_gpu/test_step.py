@@ -1,5 +1,6 @@
 """The training step on a GPU: it runs, its gradients have their shapes, and the host waits for nothing."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from eagle31.training.drift import choose_rows, measure_drift
 from eagle31.training.teacher_forced import greedy_hits
-from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu
+from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu, pinned
 from tests.pretended_gpu.steps import NUM_STEPS, configuration, drafter_on_gpu, host_batch, step
 
 aten = torch.ops.aten
@@ -61,3 +62,24 @@ def test_drift_waits_once() -> None:
         on_gpu = batch.to(CUDA, BF16)
         with gpu.no_waiting(allowed=1):
             measure_drift(drafter, frozen, chosen, on_gpu)
+
+
+def test_a_step_without_rows_runs_no_attention() -> None:
+    config = configuration("gqa")
+    calls = []
+    for num_steps in (2, 3):  # answers of three tokens have no third draft
+        with PretendedGpu() as gpu:
+            drafter, frozen = drafter_on_gpu(config, BF16)
+            batch = host_batch(config, BF16)
+            mask = (batch.position_ids % 15 >= 12) & (batch.document_ids >= 0)
+            step(drafter, frozen, pinned(replace(batch, loss_mask=mask)), num_steps=num_steps)
+        calls.append(gpu.operations.count(aten._flash_attention_forward.default))
+    assert calls[0] == calls[1] > 0
+
+
+def test_a_copy_to_the_host_is_waited_for() -> None:
+    with PretendedGpu() as gpu:
+        on_gpu = host_batch(configuration("gqa"), BF16).to(CUDA)
+        before = len(gpu.waits)
+        on_gpu.to(torch.device("cpu"))
+    assert [wait[0] for wait in gpu.waits[before:]] == ["to host"] * 6

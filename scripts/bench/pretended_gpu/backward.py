@@ -12,20 +12,18 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 
-def backward(output: Tensor, gradient: Tensor | None = None) -> None:
-    """Add the gradients of `output` to the `grad` of the leaves, as `output.backward(gradient)` does."""
-    assert output.grad_fn is not None
-    if gradient is None:
-        gradient = torch.ones_like(output)
+def backward(*outputs: Tensor, gradients: Sequence[Tensor | None] = (None,)) -> None:
+    """Add the gradients of the outputs to the `grad` of the leaves, as `torch.autograd.backward` does."""
     received: dict[Any, dict[int, Tensor]] = defaultdict(dict)
-    received[output.grad_fn][output.output_nr] = gradient
+    for output, gradient in zip(outputs, gradients, strict=True):
+        received[output.grad_fn][output.output_nr] = torch.ones_like(output) if gradient is None else gradient
     with torch.no_grad():
-        for node in _in_order(output.grad_fn):
-            gradients = received.pop(node, {})
-            if not gradients and not isinstance(node, BackwardCFunction):
+        for node in _in_order([*received]):
+            of_node = received.pop(node, {})
+            if not of_node and not isinstance(node, BackwardCFunction):
                 continue
             targets = [target for target in node.next_functions if target[0] is not None]
-            for (target, number), gradient in zip(targets, _call(node, gradients), strict=True):
+            for (target, number), gradient in zip(targets, _call(node, of_node), strict=True):
                 if gradient is None:
                     continue
                 gradient = _checked(gradient, target._input_metadata[number])
@@ -43,10 +41,7 @@ def grad(
     before = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
-    for output, gradient in zip(
-        [outputs] if isinstance(outputs, Tensor) else outputs, gradients, strict=True
-    ):
-        backward(output, gradient)
+    backward(*([outputs] if isinstance(outputs, Tensor) else outputs), gradients=gradients)
     found = [leaf.grad for leaf in leaves]
     for leaf, old in zip(leaves, before, strict=True):
         leaf.grad = old
@@ -54,10 +49,10 @@ def grad(
     return found
 
 
-def _in_order(root: Any) -> Iterator[Any]:
+def _in_order(roots: Sequence[Any]) -> Iterator[Any]:
     """Yield each node after all nodes that give it a gradient."""
     waiting: dict[Any, int] = defaultdict(int)
-    found, stack = {root}, [root]
+    found, stack = set(roots), [*roots]
     while stack:
         for target, _ in stack.pop().next_functions:
             if target is not None:
@@ -65,7 +60,7 @@ def _in_order(root: Any) -> Iterator[Any]:
                 if target not in found:
                     found.add(target)
                     stack.append(target)
-    ready = [root]
+    ready = [root for root in roots if not waiting[root]]
     while ready:
         node = ready.pop()
         yield node
