@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eagle31.kernels import dispatch
 from eagle31.kernels.elementwise import widened
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch, captured_rows
@@ -51,7 +52,7 @@ def teacher_of(
         hidden = captured_rows(batch.final_hidden_states, rows, host_rows, frozen.embed_tokens.dtype)
         logits = frozen.target_head(hidden) if with_metrics else frozen.draft_logits(hidden)
         ids = frozen.draft_target_ids if with_metrics else None
-        if logits.device.type == "cuda":
+        if dispatch.has_triton(logits):
             from eagle31.kernels.loss import teacher_rows
 
             return TeacherLogits(*teacher_rows(logits, ids, with_metrics))

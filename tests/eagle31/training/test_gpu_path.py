@@ -14,14 +14,24 @@ from eagle31.kernels import dispatch, packed_attention
 from eagle31.training import rollout
 from eagle31.training.step import rollout_loss, schedule_batch
 from tests.eagle31.kernels.cuda_kernel import CudaKernel
-from tests.eagle31.tiny import MLA, QK_NORM, random_batch, tiny_config, tiny_drafter
+from tests.eagle31.tiny import (
+    BIASES,
+    EAGLE3,
+    MLA,
+    QK_NORM,
+    VOCAB,
+    random_batch,
+    tiny_config,
+    tiny_drafter,
+)
 
 NUM_STEPS = 3
 CPU = torch.device("cpu")
 # changes to the configuration, rows of a chunk
 CASES: dict[str, tuple[dict[str, Any], int | None]] = {
     "gqa": ({}, None),
-    "mla in chunks": (MLA, 3),
+    "mla in chunks, full vocabulary": (MLA | {"draft_vocab_size": VOCAB}, 3),
+    "eagle 3, biases, norm before residual": (EAGLE3 | BIASES | {"norm_before_residual": True}, None),
     "two layers, norms of heads, biases, window": (
         QK_NORM | {"num_hidden_layers": 2, "attention_bias": True, "sliding_window": 2},
         None,
@@ -41,7 +51,7 @@ def test_loss_and_gradients_are_the_cpus(case: str, monkeypatch: pytest.MonkeyPa
 
 
 def gradients(changes: dict[str, Any], chunk_rows: int | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the loss and the weights' gradients, from weights and states in float32."""
+    """Return the loss, the sums and the weights' gradients, from weights and states in float32."""
     config = tiny_config(**changes)
     drafter, frozen = tiny_drafter(config, torch.float32)
     for parameter in drafter.parameters():
@@ -53,6 +63,10 @@ def gradients(changes: dict[str, Any], chunk_rows: int | None, dtype: torch.dtyp
     assert isinstance(head, nn.Linear)
     moved = replace(frozen, embed_tokens=frozen.embed_tokens.to(dtype), target_head=head.to(dtype))
     schedule = schedule_batch(batch, NUM_STEPS, CPU, config.key_reach, chunk_rows)
-    loss, _ = rollout_loss(drafter, moved, batch, num_steps=NUM_STEPS, step_decay=0.8, schedule=schedule)
+    loss, sums = rollout_loss(drafter, moved, batch, num_steps=NUM_STEPS, step_decay=0.8, schedule=schedule)
     loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in drafter.named_parameters()}}  # type: ignore[dict-item]
+    return {
+        "loss": loss.detach(),
+        "sums": sums.stacked(),
+        **{name: p.grad for name, p in drafter.named_parameters()},
+    }  # type: ignore[dict-item]
