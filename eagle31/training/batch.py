@@ -1,5 +1,6 @@
 """The input of one training step, and the drafts of it that the loss supervises."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -45,15 +46,25 @@ def captured_rows(states: Tensor, rows: Tensor, host_rows: Tensor, dtype: torch.
     """Return hidden states at some rows, on the rows' device; states that are on the CPU are copied there.
 
     Args:
-        states: [T, ...].
+        states: [T, ...]; from pinned memory the device copies consecutive rows without the host.
         rows: int64 [n].
         host_rows: the same on the CPU.
     """
     if states.device == rows.device:
         return states[rows].to(dtype)
-    pinned = torch.empty(len(rows), *states.shape[1:], dtype=states.dtype, pin_memory=True)
-    torch.index_select(states, 0, host_rows, out=pinned)
-    return pinned.to(rows.device, non_blocking=True).to(dtype)
+    found = torch.empty(len(rows), *states.shape[1:], dtype=states.dtype, device=rows.device)
+    for part, source in consecutive(host_rows):
+        found[part].copy_(states[source].pin_memory(), non_blocking=True)
+    return found.to(dtype)
+
+
+def consecutive(rows: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield for each stretch of consecutive rows, int64 [n], their indices among the rows and the rows."""
+    start = 0
+    for part in rows.tensor_split(torch.nonzero(rows.diff() != 1).squeeze(1) + 1):
+        if len(part):
+            yield slice(start, start + len(part)), slice(int(part[0]), int(part[-1]) + 1)
+        start += len(part)
 
 
 def supervised_drafts(loss_mask: Tensor, document_ids: Tensor, num_steps: int) -> Tensor:

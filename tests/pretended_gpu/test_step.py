@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from eagle31.training.batch import captured_rows
 from eagle31.training.drift import choose_rows, measure_drift
 from eagle31.training.teacher_forced import greedy_hits
 from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu, pinned
@@ -83,3 +84,14 @@ def test_a_copy_to_the_host_is_waited_for() -> None:
         before = len(gpu.waits)
         on_gpu.to(torch.device("cpu"))
     assert [wait[0] for wait in gpu.waits[before:]] == ["to host"] * 6
+
+
+def test_pinned_states_are_copied_without_the_host() -> None:
+    rows = torch.tensor([3, 4, 5, 20, 21, 40])
+    with PretendedGpu() as gpu:
+        states = host_batch(configuration("gqa"), BF16).aux_hidden_states
+        on_gpu, pinned_before = rows.to(CUDA), len(gpu._pinned)
+        with gpu.no_waiting():
+            found = captured_rows(states, on_gpu, rows, BF16)
+    assert found.shape == (6, *states.shape[1:])
+    assert len(gpu._pinned) == pinned_before

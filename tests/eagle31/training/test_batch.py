@@ -1,6 +1,7 @@
+import pytest
 import torch
 
-from eagle31.training.batch import sampled, supervised_drafts
+from eagle31.training.batch import consecutive, sampled, supervised_drafts
 from tests.eagle31.naive import is_supervised
 from tests.eagle31.tiny import random_batch, tiny_config
 
@@ -30,3 +31,12 @@ def test_each_row_is_sampled_with_the_same_probability() -> None:
         torch.testing.assert_close(weighted.mean(0), supervised.float())
     for most in (None, num_rows):
         assert sampled(supervised, most, 7) == (supervised, 1.0)
+
+
+@pytest.mark.parametrize("rows", [[], [3], [0, 1, 2], [1, 2, 5, 7, 8]])
+def test_consecutive_rows_are_one_slice(rows: list[int]) -> None:
+    index, states = torch.tensor(rows, dtype=torch.int64), torch.arange(10)
+    found = list(consecutive(index))
+    assert torch.equal(torch.cat([index[part] for part, _ in found] or [index]), index)
+    assert torch.equal(torch.cat([states[source] for _, source in found] or [index]), index)
+    assert len(found) == sum(row - 1 not in rows for row in rows)
