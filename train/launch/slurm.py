@@ -19,6 +19,7 @@ from train.config.vllm import Placement
 from train.stop import STOPPED, STOPPED_FILE
 
 TEMPLATE = "slurm.sh.jinja"
+_CONTAINER_PYTHON = "python3"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class Job:
         gpus_per_node: GPUs of a node, with a process each. 0: one process per node, on its CPU.
         save_seconds: seconds before the time limit at which the run saves and the job is queued again.
         max_requeues: number of requeues after which the job fails; Slurm counts preemptions too.
+        unreachable_seconds: after which a job fails whose servers are ready and do not answer.
+        container_image: in which Slurm's plugin Pyxis starts the processes.
+        apptainer_image: in which Apptainer does.
+        mounts: paths that the container has, in addition to the checkout and the output directory.
         setup: shell lines that run first, such as "module load cuda".
         sbatch: further options of sbatch, such as --partition=NAME.
     """
@@ -41,6 +46,10 @@ class Job:
     gpus_per_node: int = 8
     save_seconds: int = 300
     max_requeues: int = 20
+    unreachable_seconds: int = 300
+    container_image: str | None = None
+    apptainer_image: str | None = None
+    mounts: Sequence[str] = ()
     setup: Sequence[str] = ()
     sbatch: Sequence[str] = ()
 
@@ -68,7 +77,7 @@ def render(
 
     Args:
         arguments: those of `train/main.py`.
-        python: the Python that runs it.
+        python: the Python that runs it; in a container its own `python3` does.
         mooncake: the port of the Mooncake master that the job starts; None: it starts none.
 
     Raises:
@@ -82,10 +91,23 @@ def render(
         keep_trailing_newline=True,
     )
     environment.filters["quoted"] = shlex.quote
+    mounts = [str(CHECKOUT), str(output_dir.absolute()), *job.mounts]
+    inside, srun_options = [python], ""
+    if job.container_image is not None:
+        mounted = ",".join(f"{path}:{path}" for path in mounts)
+        inside = [_CONTAINER_PYTHON]
+        srun_options = (
+            f"{shlex.join([f'--container-image={job.container_image}', f'--container-mounts={mounted}'])} "
+        )
+    elif job.apptainer_image is not None:
+        bound = [word for path in mounts for word in ("--bind", path)]
+        inside = ["apptainer", "exec", "--nv", *bound, job.apptainer_image, _CONTAINER_PYTHON]
     return environment.get_template(TEMPLATE).render(
         job=job,
         options=_sbatch_options(job, recipe, output_dir),
         python=python,
+        inside=inside,
+        srun_options=srun_options,
         checkout=str(CHECKOUT),
         arguments=[f"recipe={recipe}", *(one for one in arguments if not one.startswith("recipe="))],
         recipe=recipe,
@@ -114,6 +136,8 @@ def _sbatch_options(job: Job, recipe: str, output_dir: Path) -> list[str]:
         options.append(f"--gpus-per-node={job.gpus_per_node}")
     if not any(one.startswith("--cpus-per-task") for one in job.sbatch):
         options.append("--exclusive")
+        if not any(one.startswith("--mem") for one in job.sbatch):
+            options.append("--mem=0")  # all of the node's; Slurm's default may be a part
     return [*options, *job.sbatch]
 
 

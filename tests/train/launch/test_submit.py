@@ -84,6 +84,13 @@ def test_a_job_starts_the_mooncake_master_that_its_run_needs(
     assert mooncake_port(composed(["recipe=any_target", *NEEDED, *settings]).capture) == port
 
 
+def test_a_job_that_has_its_nodes_alone_has_their_memory() -> None:
+    assert options_of(script(Job()))[-2:] == ["--exclusive", "--mem=0"]
+    for option in ("--mem=9G", "--mem-per-gpu=9G"):
+        assert options_of(script(Job(sbatch=[option])))[-2:] == ["--exclusive", option]
+    assert "--mem=0" not in options_of(script(Job(sbatch=["--cpus-per-task=4"])))
+
+
 def test_log_path_that_sbatch_would_misread_is_refused() -> None:
     for output_dir in ("/shared/my run", "/shared/%j"):
         with pytest.raises(UserError, match="output_dir"):
