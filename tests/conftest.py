@@ -11,6 +11,7 @@ from hypothesis import settings
 from xdist.remote import Producer
 
 os.environ["WANDB_MODE"] = "disabled"  # whatever key its user has
+os.environ["HF_TOKEN_PATH"] = os.devnull  # where `hf auth login` keeps a token
 gc.disable()  # what the tests import lives as long as the session, so no collection needs to visit it
 
 from data.capture.vllm.environment import ROOT, find_python

@@ -22,7 +22,7 @@ class ExportConfig:
 
 @dataclass
 class HubConfig:
-    """The repository that the export is pushed to; HF_TOKEN in the environment holds the access token.
+    """The repository that the export is pushed to; the access token is that of `hf auth login`, or HF_TOKEN.
 
     scripts/push_to_hub also states a license, and the target's Hub id where target.model is a local copy.
     """

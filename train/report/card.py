@@ -13,6 +13,8 @@ from data.target.checkpoint import is_hub_id
 from data.target.served import serving_engines, unserved
 from eagle31.export.layouts import Layout, layout_of
 from eagle31.json_files import write_text
+from train.config.data import SELF
+from train.config.target import EMBEDDED
 from train.report.results import (
     acceptances,
     describe_conditions,
@@ -57,7 +59,7 @@ def model_card(
     drafter = run_info.get("hub_id") or "PATH_OF_THIS_DIRECTORY"
     k, layout = evaluation.get("k", DRAFT_TOKENS), layout_of(config)
     architecture = run_info["architecture"]
-    data = " and ".join(f"`{public_name(one)}`" for one in run_info["train_data"])
+    data = " and ".join(dict.fromkeys(map(_data_name, run_info["train_data"])))
     target = run_info["target"] if is_hub_id(run_info["target"]) else "TARGET"
     return environment.get_template("card.md").render(
         front_matter=_front_matter(run_info),
@@ -81,6 +83,7 @@ def model_card(
         training=_table(
             ("", ""),
             ("data", data),
+            *_template(run_info["template_kwargs"]),
             ("trained on", describe_samples(run_info)),
             ("optimizer steps", describe_steps(run_info)),
             ("speculation steps per position", str(run_info["ttt_steps"])),
@@ -188,6 +191,20 @@ def untrained_warning(run_info: dict[str, Any]) -> str | None:
 def public_name(name: str) -> str:
     """Return a hub id unchanged, and the last part of a path, so that the card shows no local directories."""
     return name if is_hub_id(name) else Path(name).name
+
+
+def _template(kwargs: dict[str, Any]) -> list[Sequence[str]]:
+    """Return the row of the chat template's arguments, with which the target has to be served too."""
+    return (
+        [("chat template", ", ".join(f"{name}={value}" for name, value in kwargs.items()))] if kwargs else []
+    )
+
+
+def _data_name(source: str) -> str:
+    """Return a source of training data as the card names it: files may have telling names."""
+    if source == SELF:
+        return "prompts that the target wrote"
+    return f"`{source}`" if source == EMBEDDED or is_hub_id(source) else "local files"
 
 
 def target_name(run_info: dict[str, Any]) -> str:

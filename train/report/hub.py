@@ -1,12 +1,11 @@
 """Pushes an export to the Hugging Face Hub in one commit: the weights, config.json and the model card."""
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
@@ -45,14 +44,14 @@ def check_repo_id(field: str, name: str) -> None:
 
 
 def hub_token() -> str:
-    """Return the token from the environment, the only place that no log or configuration shows.
+    """Return the token in HF_TOKEN, or that of `hf auth login`; no log or configuration shows it.
 
     Raises:
-        UserError: it is not set.
+        UserError: there is none.
     """
-    token = os.environ.get(TOKEN, "").strip()
-    if not token:
-        remedy = "Set it in the environment to a token with write access; it is not read from anywhere else."
+    token = get_token()
+    if token is None:
+        remedy = "Log in with `hf auth login`, or set it in the environment, to a token with write access."
         raise UserError(TOKEN, None, remedy)
     return token
 
@@ -130,6 +129,6 @@ def push(files: dict[str, Path | bytes], hub: HubConfig, message: str) -> str:
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
         remedy = f"Nothing was committed: {str(error.__cause__ or error).strip().partition(chr(10))[0]}"
         if status in (401, 403):
-            remedy = f"The Hub refuses it ({status}): the token in {TOKEN} has no write access."
+            remedy = f"The Hub refuses it ({status}): the token has no write access."
         raise UserError("hub.repo_id", hub.repo_id, remedy) from None
     return str(commit.commit_url)

@@ -42,6 +42,7 @@ def describe_run(context: RunContext) -> dict[str, Any]:
         "architecture": architecture(context.target.parts.config),
         "target_embedded": config.target.model == EMBEDDED,
         "train_data": [_located(name) for name in sources],
+        "template_kwargs": config.data.template_kwargs,
         "drafter_parameters": training["drafter_parameters"],
         "aux_layer_ids": list(context.drafter.aux_layer_ids),
         "draft_vocab_size": vocab["draft_vocab_size"],

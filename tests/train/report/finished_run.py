@@ -168,6 +168,7 @@ def run_info() -> dict[str, Any]:
         "target": "/home/someone/.cache/eagle31/embedded-3f2a91",
         "architecture": "LlamaForCausalLM",
         "train_data": ["embedded"],
+        "template_kwargs": {},
         "drafter_parameters": 1_842_944,
         "aux_layer_ids": [2, 3, 5],
         "draft_vocab_size": 4096,

@@ -23,7 +23,8 @@ def test_front_matter_parses_back() -> None:
     data = ["openai/gsm8k", "/data/private/chat.jsonl", "org/chat"]
     hub = {"target": "Qwen/Qwen3-8B", "train_data": data, "license": "other: ask # first"}
     card = model_card(run_info() | hub, evaluation(), CONFIG)
-    assert "`openai/gsm8k` and `chat.jsonl` and `org/chat`" in card
+    assert "`openai/gsm8k` and local files and `org/chat`" in card
+    assert "chat.jsonl" not in card
     assert front_matter(card) == {
         "base_model": "Qwen/Qwen3-8B",
         "library_name": "vllm",
@@ -66,6 +67,12 @@ def test_every_number_has_k_temperature_and_engine() -> None:
     card = model_card(run_info(), evaluation() | {"engine": engine}, CONFIG)
     assert f"decoded by {engine}" in card
     assert "not from vLLM" not in card
+
+
+def test_the_arguments_of_the_chat_template_are_stated() -> None:
+    card = model_card(run_info() | {"template_kwargs": {"enable_thinking": False}}, evaluation(), CONFIG)
+    assert "| chat template | enable_thinking=False |" in card
+    assert "chat template |" not in model_card(run_info(), evaluation(), CONFIG)
 
 
 def test_serve_command_survives_the_shell() -> None:

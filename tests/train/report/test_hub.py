@@ -140,6 +140,15 @@ def test_pushes_that_cannot_succeed_are_refused(
     assert not hub.commits
 
 
+def test_the_token_of_a_login_is_taken(
+    hub: Hub, push: Push, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    status, _, said = push(finished, "--repo", REPO, token=None)
+    assert (status, len(hub.commits)) == (0, 1), said
+
+
 @pytest.mark.parametrize(("refusal", "remedy"), [(403, "no write access"), (500, "Nothing was committed")])
 def test_a_refusal_of_the_hub_is_the_users_to_mend(
     hub: Hub, push: Push, finished: Path, refusal: int, remedy: str
