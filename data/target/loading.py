@@ -16,15 +16,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from data.target.architecture import model_class
 from data.target.remote_code import announce_remote_code
 from data.target.spec import TargetSpec
+from eagle31.cost.devices import computes_natively
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from eagle31.tensor_files import check_pointer
-
-# The names in `torch.cpu.get_capabilities()` of the instructions that compute in a dtype.
-_CPU_INSTRUCTIONS = {
-    torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
-    torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
-}
 
 
 def load_target(spec: TargetSpec, device: torch.device) -> PreTrainedModel:
@@ -60,11 +55,7 @@ def compute_dtype(spec: TargetSpec, config: PreTrainedConfig) -> torch.dtype | N
     if spec.torch_dtype is not None:
         return spec.torch_dtype
     quantized = getattr(config, "quantization_config", None) is not None
-    if dtype is None or quantized or torch.cuda.is_available():
-        return dtype
-    has = torch.cpu.get_capabilities()
-    native = dtype not in _CPU_INSTRUCTIONS or any(has.get(name) for name in _CPU_INSTRUCTIONS[dtype])
-    return dtype if native else torch.float32
+    return dtype if dtype is None or quantized or computes_natively(dtype) else torch.float32
 
 
 def check_attention(spec: TargetSpec) -> None:

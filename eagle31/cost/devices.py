@@ -1,7 +1,24 @@
-"""The rates of GPUs, to compare a step's FLOPs with and to predict its time from."""
+"""What devices compute well in, and the rates of GPUs, to compare a step's FLOPs with and to predict times."""
 
 import re
 from dataclasses import dataclass
+
+import torch
+
+# The names in `torch.cpu.get_capabilities()` of the instructions that compute in a dtype.
+_CPU_INSTRUCTIONS = {
+    torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
+    torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
+}
+
+
+def computes_natively(dtype: torch.dtype) -> bool:
+    """Return whether this machine has a GPU, or a CPU with instructions for the dtype."""
+    if torch.cuda.is_available() or dtype not in _CPU_INSTRUCTIONS:
+        return True
+    has = torch.cpu.get_capabilities()
+    return any(has.get(name) for name in _CPU_INSTRUCTIONS[dtype])
+
 
 # Dense bf16 FLOP/s with accumulation in float32. More specific names come first.
 # Source: the vendors' data sheets.

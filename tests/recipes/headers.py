@@ -1,6 +1,7 @@
 """The commands in the headers of recipes, which the tests run as they stand."""
 
 import re
+from itertools import takewhile
 
 from tests.runs.forked import ROOT
 
@@ -17,5 +18,11 @@ def header_commands(recipe: str, program: str) -> list[list[str]]:
     Args:
         program: "torchrun" or "scripts/submit".
     """
-    header = (ROOT / "recipes" / "recipe" / f"{recipe}.yaml").read_text().replace("\\\n#", "")
-    return [line.split() for line in re.findall(rf"(?m)^#.*?\b{program} +(.*)$", header)]
+    joined = header(f"recipe/{recipe}").replace("\\\n", "")
+    return [line.split() for line in re.findall(rf"(?m)^.*?\b{program} +(.*)$", joined)]
+
+
+def header(name: str) -> str:
+    """Return the comment at the top of recipes/NAME.yaml."""
+    lines = (ROOT / "recipes" / f"{name}.yaml").read_text().splitlines()
+    return "\n".join(line.removeprefix("#") for line in takewhile(lambda line: line.startswith("#"), lines))

@@ -63,6 +63,8 @@ _DELTA_NET = {
 }
 SMALL: dict[str, dict[str, Any]] = {
     "llama": _DENSE,
+    "mistral": _DENSE,
+    "ministral3": _DENSE,
     "qwen3": _DENSE,
     "qwen3_moe": _DENSE | {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": _DENSE | {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -83,7 +85,15 @@ SMALL: dict[str, dict[str, Any]] = {
     | _DELTA_NET
     | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     | {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_next": _DENSE
+    | _DELTA_NET
+    | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    | {"num_experts": 4, "num_experts_per_tok": 2},
     "gemma4_text": _DENSE | {"global_head_dim": 64, "num_global_key_value_heads": 1, "sliding_window": 24},
+    "nemotron_h": _DENSE
+    | {"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 32, "n_groups": 2, "chunk_size": 16}
+    | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32}
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "glm_moe_dsa": {key: value for key, value in _DENSE.items() if key != "head_dim"}
     | _LATENT
     | {"n_routed_experts": 4, "index_topk": 512, "index_head_dim": 128, "index_n_heads": 8},
@@ -97,7 +107,10 @@ SMALL: dict[str, dict[str, Any]] = {
     | {"index_n_heads": 2, "index_head_dim": 32, "index_block_size": 8, "index_topk_blocks": 4},
 }
 # On a CPU vLLM 0.32 runs these in bfloat16 or not at all, so transformers does, online as in the recipes.
-NOT_IN_VLLM = ("qwen3_5_text", "qwen3_5_moe_text", "glm_moe_dsa", "deepseek_v4", "minimax_m3_vl_text")
+NOT_IN_VLLM = (
+    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h"),
+    *("glm_moe_dsa", "deepseek_v4", "minimax_m3_vl_text"),
+)
 
 
 @dataclass(frozen=True)
@@ -128,6 +141,8 @@ def save_stand_in(recipe: str, directory: Path, seed: int = 0, **other_sizes: An
     """
     architecture = composed(recipe, "target.model=x", "data.train=x").target.architecture
     sizes = SMALL[architecture["model_type"]] | other_sizes
+    if architecture.get("enable_moe_block"):  # Gemma 4, which is dense without
+        sizes |= {"moe_intermediate_size": 32, "num_experts": 4, "top_k_experts": 2}
     examples = conversations(NUM_CONVERSATIONS, seed)
     save_model(lambda special: from_architecture(architecture | sizes | special), directory, examples, seed)
     train = directory / "train.jsonl"

@@ -26,7 +26,7 @@ _HEADER = """\
 
 Every key of a run, as `key=value` on the command line or in a recipe, with the value that a run gets without
 either. A recipe (`recipes/recipe/NAME.yaml`) and the groups that it selects (`drafter=eagle3`,
-`deepspeed=zero1`, ...) replace some of them. To print the full configuration of a run without starting it:
+`machine=one_gpu`, ...) replace some of them. To print the full configuration of a run without starting it:
 
     python train/main.py recipe=NAME --cfg job
 
@@ -47,7 +47,7 @@ def groups(schema: type = RunConfig, key: str = "") -> Iterator[tuple[str, type]
 
 def page() -> str:
     """Return the reference as a Markdown page."""
-    run = compose_config(["recipe=any_target"])
+    run = compose_config(["recipe=any_target", "machine=gpus"])
     sections = [_HEADER]
     for key, schema in groups():
         values = OmegaConf.structured(schema) if "NAME" in key else OmegaConf.select(run, key) if key else run

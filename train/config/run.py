@@ -3,10 +3,12 @@
 from dataclasses import dataclass, field
 from functools import cache
 
+import torch
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 from eagle31.choice import Choice
+from eagle31.cost.devices import computes_natively
 from eagle31.errors import UserError
 from train.config.capture import CaptureConfig, CaptureMode, CaptureSource, TorchSpecConfig, check_capture
 from train.config.data import DataConfig, check_data
@@ -71,8 +73,17 @@ class RunConfig:
 
 @cache
 def register() -> None:
-    """Register the schema under the name by which `recipes/train.yaml` finds it."""
+    """Register what recipes name: the schema, and how they depend on the machine at hand."""
     ConfigStore.instance().store(name="run_schema", node=RunConfig)
+    OmegaConf.register_new_resolver("machine_for", _machine)
+    OmegaConf.register_new_resolver(
+        "precision_at_hand", lambda: "bf16" if computes_natively(torch.bfloat16) else "fp32"
+    )
+
+
+def _machine(recipe: str) -> str:
+    """Return the choice of recipes/machine for a command without one."""
+    return "cpu" if recipe == "any_target" and not torch.cuda.is_available() else "gpus"
 
 
 def check(config: RunConfig) -> None:

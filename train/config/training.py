@@ -100,12 +100,15 @@ class TrainConfig:
     max_steps: int | None = setting(None, "Number of optimizer steps. null: num_epochs decides.", ge=1)
     num_epochs: int = setting(1, "Passes over the training data if max_steps is null.", ge=1)
     log_every: int = setting(10, "Steps between two records in metrics.jsonl.", ge=1)
-    validate_every: int = setting(
-        200,
-        "Steps between two validations, from which the best checkpoint is chosen. Each also records drift.",
+    validate_every: int | None = setting(
+        None,
+        "Steps between two validations, from which the best checkpoint is chosen. Each also records drift. "
+        "null: a 20th of the run.",
         ge=1,
     )
-    save_every: int = setting(200, "Steps between two checkpoints to resume from.", ge=1)
+    save_every: int | None = setting(
+        None, "Steps between two checkpoints to resume from. null: a 50th of the run.", ge=1
+    )
     keep_checkpoints: int = setting(3, "Number of checkpoints that are kept.", ge=1)
     continue_from: str | None = setting(
         None,

@@ -22,6 +22,8 @@ from train.plan.target import Parallelism, ServerMemory
 
 # Fraction of a GPU for a server that shares it with no training.
 _ALONE_FRACTION = 0.9
+# Fraction of a GPU for the target's weights in transformers; a few sequences' keys and values take the rest.
+TARGET_FRACTION = 0.85
 # A training process that waits for the server: its CUDA context and the target's embedding or head.
 _WAITING_BYTES = 2_000_000_000
 _MARGIN = 0.1  # of training's memory
@@ -166,7 +168,7 @@ def _shared(sizes: RunSizes, cluster: Cluster, online: bool) -> ServerPlacement:
     fraction = given or math.floor(useful / gpu * 1000) / 1000
     # The chosen fraction is rounded down.
     if smallest > (room if given is None else fraction * gpu) or fraction * gpu > room:
-        _refuse_shared(online, server, trainer, gpu, given)
+        _refuse_shared(sizes, cluster, server, trainer, online, given)
     return _placement(cluster, Placement.shared, parallel, tuple(range(parallel.gpus)), fraction)
 
 
@@ -174,7 +176,11 @@ def _serves_training(config: RunConfig) -> bool:
     return config.capture.source is CaptureSource.vllm and config.capture.mode is CaptureMode.online
 
 
-def _refuse_shared(online: bool, server: ServerMemory, trainer: int, gpu: int, given: float | None) -> None:
+def _refuse_shared(
+    sizes: RunSizes, cluster: Cluster, server: ServerMemory, trainer: int, online: bool, given: float | None
+) -> None:
+    gpu = cluster.gpu_bytes
+    assert gpu is not None
     remedy = (
         f"On each GPU of {gpu / 1e9:.0f} GB vLLM needs {server.least / 1e9:.1f} GB "
         f"(weights {server.weights / 1e9:.1f}) and {'training' if online else 'the waiting process'} "
@@ -182,9 +188,15 @@ def _refuse_shared(online: bool, server: ServerMemory, trainer: int, gpu: int, g
     )
     if given is not None:
         raise UserError(_UTILIZATION, given, f"{remedy} Give another one, or none.")
-    smaller = "Lower training's memory (deepspeed.zero_stage=2, train.rollout_chunk=4096), set "
-    remedy += f" {smaller if online else 'Set '}a larger vllm.engine_args.tensor_parallel_size, or give the "
-    raise UserError("vllm.placement", Placement.shared.value, f"{remedy}target GPUs of its own: {_OWN_GPUS}.")
+    fits = trainer <= USABLE_FRACTION * gpu and sizes.target.checkpoint_bytes <= TARGET_FRACTION * gpu
+    if cluster.gpus_per_node == 1 and fits:
+        in_vllm = sizes.config.capture.source is CaptureSource.vllm
+        remedy += f" Set {'machine=one_gpu' if in_vllm else 'target.engine=hf'}: transformers needs less."
+    else:
+        smaller = "Lower training's memory (deepspeed.zero_stage=2, train.rollout_chunk=4096), set "
+        remedy += f" {smaller if online else 'Set '}a larger vllm.engine_args.tensor_parallel_size, or give "
+        remedy += f"the target GPUs of its own: {_OWN_GPUS}."
+    raise UserError("vllm.placement", Placement.shared.value, remedy)
 
 
 def _check_alone(sizes: RunSizes, cluster: Cluster, parallel: Parallelism, fraction: float) -> None:

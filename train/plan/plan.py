@@ -18,7 +18,7 @@ from train.drafter.shape import rope_kind
 from train.plan.commands import commands
 from train.plan.disk import disks
 from train.plan.memory import TOLERANCE, USABLE_FRACTION, TrainerMemory, TrainerSettings
-from train.plan.placement import Cluster, ServerPlacement, cluster_at_hand
+from train.plan.placement import TARGET_FRACTION, Cluster, ServerPlacement, cluster_at_hand
 from train.plan.sizes import RunSizes, trainer_settings
 from train.plan.target import ServerMemory, TargetSize
 from train.plan.where import Command, TargetGpus, where_target_runs
@@ -27,8 +27,6 @@ from train.tables import gigabytes
 from train.trainer.learning_rate import described
 
 _GPUS_PER_NODE = 8
-# In addition to its weights an engine needs room for a few sequences' keys and values and a forward pass.
-_TARGET_ROOM = 0.15
 
 
 @dataclass(frozen=True)
@@ -232,7 +230,7 @@ def _shortages(
         )
         value = config.train.row_tokens
         yield Shortage("train.row_tokens", value, "training", memory.total, available, remedy)
-    available = int(cluster.gpu_bytes * (1 - _TARGET_ROOM))
+    available = int(cluster.gpu_bytes * TARGET_FRACTION)
     if target is not None and target.remedy and target.bytes_per_gpu > available:
         model, needed = config.target.model, target.bytes_per_gpu
         yield Shortage("target.model", model, "the target", needed, available, target.remedy)
@@ -243,6 +241,9 @@ def _notes(sizes: RunSizes, here: bool) -> Iterator[str]:
     config, drafter = sizes.config, sizes.drafter
     if config.drafter.init_from is not None:
         yield "drafter.init_from is not read for the plan; its checkpoint may change the drafter's shape"
+    if config.data.template_kwargs:
+        given_kwargs = ", ".join(f"{name}={value}" for name, value in config.data.template_kwargs.items())
+        yield f"the chat template has {given_kwargs} (data.template_kwargs); serving must have the same"
     given = config.drafter.draft_vocab_size
     if given is not None and given >= drafter.vocab_size and config.drafter.init_from is None:
         yield (

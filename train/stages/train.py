@@ -48,6 +48,8 @@ from train.trainer.validation import ReplayValidation
 _OPENED = "stages/train/opened"
 # The part of the steps in which the rate falls under `wsd`; MiniCPM (arXiv 2404.06395) found a tenth enough.
 _DECAY_FRACTION = 0.2
+# Of a run, by default. A validation is a forward pass of the held-out samples; a crash costs a save's part.
+_VALIDATIONS, _SAVES = 20, 50
 
 
 def train_inputs(context: RunContext) -> dict[str, Any]:
@@ -172,6 +174,7 @@ def loop_settings(
     """Return the loop's settings, with the recipe's fractions in steps."""
     assert optim.lr is not None
     decay_start = max(max_steps - math.ceil(_DECAY_FRACTION * max_steps), state.continued_at)
+    steps = max_steps - state.continued_at
     return LoopSettings(
         max_steps=max_steps,
         learning_rate=LearningRate(
@@ -183,8 +186,8 @@ def loop_settings(
         ),
         num_depths=config.train.ttt_steps,
         log_every=config.train.log_every,
-        validate_every=config.train.validate_every,
-        save_every=config.train.save_every,
+        validate_every=config.train.validate_every or math.ceil(steps / _VALIDATIONS),
+        save_every=config.train.save_every or math.ceil(steps / _SAVES),
         draft_tokens=config.evaluate.draft_tokens,
         # From there the rate falls; a longer training continues from this checkpoint.
         saves_after=decay_start if optim.schedule is Schedule.wsd else None,

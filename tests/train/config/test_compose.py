@@ -96,6 +96,20 @@ def test_adapting_has_few_steps_and_the_vocabulary_of_a_checkpoint_that_must_be_
         fetch_checkpoint(config.drafter.init_from, None, "drafter.init_from")
 
 
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_without_a_gpu_any_target_is_small_and_has_the_precision_of_the_processor(
+    bfloat16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"amx_bf16": bfloat16})
+    config = composed(NEEDED)
+    assert config.deepspeed.precision.value == ("bf16" if bfloat16 else "fp32")
+    assert (config.capture.max_samples, config.train.max_steps) == (400, 120)
+    assert composed([*NEEDED, "machine=gpus"]).capture.max_samples == 50_000
+    assert composed([*NEEDED, "machine=one_gpu"]).capture.max_samples == 20_000
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert composed(NEEDED).capture.max_samples == 50_000
+
+
 @pytest.mark.parametrize("text", ["train:\n  max_step: 3\n", "a: [1\n"])
 def test_a_mistake_in_a_recipes_file_is_named(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

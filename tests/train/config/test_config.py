@@ -92,7 +92,7 @@ def test_values_that_do_not_go_together_are_refused_with_their_field(key: str, v
     ],
 )
 def test_prompts_of_the_target_that_nothing_could_be_trained_on_are_refused(change: str, field: str) -> None:
-    needed = ["target.model=somewhere", "data=self"]
+    needed = ["target.model=somewhere", "data=self", "machine=gpus"]
     check(composed("any_target", *needed))
     check(composed("any_target", *needed, "data.self_prompts.num=64", "data.eval=some.jsonl"))
     with pytest.raises(UserError) as caught:

@@ -26,7 +26,11 @@ case "$1" in *serve) eval "$SERVE"; exit ;; esac
 while [[ $1 == --* ]]; do shift; done
 SLURMD_NODENAME=n1 exec "$@" """,
     "python": """
-case "$*" in *secrets*) echo key ;; *urllib*) exit 1 ;; *) echo "address $PET_LOCAL_ADDR" >>"$CALLS" ;; esac""",
+case "$*" in
+    *secrets*) echo key ;;
+    *urllib*) exit 1 ;;
+    *) echo "address $PET_LOCAL_ADDR" >>"$CALLS" ;;
+esac""",
     "apptainer": "",
 }
 SERVED = Job(nodes=2, target_nodes=1, unreachable_seconds=0)

@@ -15,7 +15,7 @@ from data.target.architecture import active_intermediate_size
 from data.target.served import engines
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
-from tests.recipes.headers import header_commands
+from tests.recipes.headers import header, header_commands
 from tests.runs.forked import ROOT
 from tests.train.torchrun import composed, run_here
 from train.config import compose
@@ -37,7 +37,19 @@ SIZES = {
     "kimi_k2_6": (1000, 32),
     "deepseek_v3": (671, 37),
     "qwen3_0_6b": (0.6, 0.6),
+    "qwen3_4b": (4.0, 4.0),
     "qwen3_8b": (8.2, 7.6),
+    "qwen3_14b": (14.8, 14.0),
+    "qwen3_32b": (32.8, 32.0),
+    "qwen3_coder_30b_a3b": (30.5, 3.3),
+    "qwen3_coder_480b_a35b": (480, 35),
+    "qwen3_next_80b_a3b": (80, 3.5),
+    "qwen3_5_4b": (4.2, 4.2),
+    "qwen3_5_9b": (9.0, 8.0),
+    "mistral_small_3_2": (23.6, 22.9),
+    "ministral3_8b": (8.4, 8.0),
+    "gemma4_26b_a4b": (25.2, 3.8),
+    "nemotron3_nano": (31.6, 3.2),
     "qwen3_30b_a3b": (30.5, 3.3),
     "qwen3_235b_a22b": (235, 22),
     "llama3_1_8b": (8.03, 7.5),
@@ -98,7 +110,7 @@ def test_a_recipe_fits_the_nodes_that_its_header_names(recipe: str, tmp_path: Pa
     assert "unknown" not in table or recipe in ("quickstart", "smollm2_135m")
     described = plan.first.cluster.gpu_bytes
     if described is not None:
-        assert f"{described / 1e9:.0f} GB" in header(recipe)
+        assert f"{described / 1e9:.0f} GB" in header(f"recipe/{recipe}")
     for way in plan.ways:
         assert way.works, (way.refusal, way.shortages)
         assert all(command.line in table for command in way.commands)
@@ -150,12 +162,6 @@ def test_the_prompts_that_a_target_writes_limit_the_samples_and_are_tokens_that_
     )
     fewer = planned("qwen3_0_6b", *settings, "capture.max_samples=100").work
     assert fewer.tokens == 100 * 700
-
-
-def header(recipe: str) -> str:
-    """Return the comment at the top of a recipe's file."""
-    comment = (ROOT / "recipes" / "recipe" / f"{recipe}.yaml").read_text().partition("defaults:")[0]
-    return "\n".join(line.removeprefix("#") for line in comment.splitlines())
 
 
 def test_a_target_that_is_spread_over_a_node_has_one_process_there_and_its_gpus_compute_in_turn() -> None:
@@ -256,6 +262,31 @@ def test_what_the_user_says_of_the_nodes_counts() -> None:
 
 
 APART = "vllm.servers=[http://node9:8000]"  # the target has GPUs that the plan does not know
+
+
+ONE_GPU = ("plan.num_nodes=1", "plan.gpus_per_node=1", "plan.gpu_memory_gb=24")
+
+
+def test_thinking_is_decided_and_said() -> None:
+    assert any(
+        "enable_thinking=False (data.template_kwargs)" in note for note in planned("qwen3_30b_a3b").notes
+    )
+
+
+def test_one_gpu_of_24_gb_has_a_form_that_the_refusal_names() -> None:
+    for recipe in ("qwen3_4b", "qwen3_8b"):
+        refused = planned(recipe, *ONE_GPU).first.refusal
+        assert refused is not None
+        assert "Set machine=one_gpu" in refused
+        assert "tensor_parallel_size" not in refused
+        assert planned(recipe, "machine=one_gpu").first.works
+    assert planned("qwen3_4b", "machine=one_gpu", "target.engine=vllm").first.works
+    refused = planned("qwen3_8b", "machine=one_gpu", "target.engine=vllm").first.refusal
+    assert refused is not None
+    assert "Set target.engine=hf" in refused
+    refused = planned("qwen3_14b", *ONE_GPU).first.refusal
+    assert refused is not None
+    assert "one_gpu" not in refused
 
 
 def test_training_that_does_not_fit_is_refused_with_the_numbers() -> None:
