@@ -1,4 +1,4 @@
-"""What devices compute well in, and the rates of GPUs, to compare a step's FLOPs with and to predict times."""
+"""The dtypes that devices compute well in, and the rates of GPUs, to compare with and predict times from."""
 
 import re
 from dataclasses import dataclass
