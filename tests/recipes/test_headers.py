@@ -8,10 +8,9 @@ import pytest
 
 from tests.recipes.headers import RECIPES, header
 from tests.train.torchrun import composed
-from train.config.run import RunConfig
 
 # What a header may say in figures, and what is composed.
-FIGURES: dict[str, Callable[[RunConfig], Any]] = {
+FIGURES: dict[str, Callable[[Any], Any]] = {
     r"(?:of eight GPUs|on one GPU|\bOne GPU) of (\d+) GB": lambda run: run.plan.gpu_memory_gb,
     r"\b(\d+) steps": lambda run: run.train.ttt_steps,
     r"draft vocabulary of ([\d,]+)": lambda run: run.drafter.draft_vocab_size,
@@ -23,6 +22,7 @@ FIGURES: dict[str, Callable[[RunConfig], Any]] = {
     r"steps and (\de-\d) are those": lambda run: run.optim.lr,
     r"this recipe clips at ([\d.]+\d)": lambda run: run.optim.max_grad_norm,
     r"(\d+) TFLOP/s": lambda run: run.plan.tflops_per_gpu,
+    r"gpt-oss-(\d+)[bB]": lambda run: float(run.target.model.removesuffix("b").rpartition("-")[2]),
     r"up to ([\d,]+) tokens": lambda run: run.data.max_tokens,
 }
 FILES = {f"recipe/{name}": (name,) for name in RECIPES} | {
