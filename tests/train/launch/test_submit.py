@@ -30,7 +30,7 @@ def test_options_reach_sbatch_and_tokens_stay_in_the_environment(
         monkeypatch.setenv(name, "planted")
     options = ["--nodes=3", "--target-nodes", "1", "--gpus-per-node=4", "--save-seconds=600"]
     options += ["--partition", "gpu", "--time=1-12:00:00", "--cpus-per-task=32", "--sbatch=--reservation=x"]
-    options += ["--setup", "module load cuda", "--dry-run"]
+    options += ["--setup", "module load cuda", "--container-image=a.sqsh", "--mount=/data", "--dry-run"]
     run = ["recipe=any_target", "capture=vllm_online", "capture.transport=mooncake", *NEEDED]
     done = run_command("scripts/submit", *options, *run, f"output_dir={tmp_path}/run")
     assert done.status == 0, done.err
@@ -50,6 +50,8 @@ def test_options_reach_sbatch_and_tokens_stay_in_the_environment(
     ]
     for part in ("\nmodule load cuda\n", "--nnodes=2 --nproc-per-node=4", "serve_target", "mooncake_master"):
         assert part in done.out
+    assert "--container-image=a.sqsh --container-mounts=" in done.out
+    assert ",/data:/data " in done.out
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600" in done.out
     assert "planted" not in done.out + done.err
     assert not (tmp_path / "run").exists()
