@@ -1,8 +1,7 @@
 """Speculative decoding: chain drafts of k tokens, verified by the target, both with key/value caches."""
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -31,9 +30,8 @@ class Decoded:
     """The completion of one prompt."""
 
     token_ids: list[int]
-    accepted: list[int]  # accepted tokens of each draft, within the completion; empty for plain decoding
-    seconds: float
-    drafts: list[list[int]] = field(default_factory=list)  # target ids; empty for plain decoding
+    accepted: list[int]  # tokens of each draft, within the completion
+    drafts: list[list[int]]  # target ids
 
 
 def verify_greedy(drafts: Sequence[int], logits: Tensor) -> tuple[int, int]:
@@ -87,7 +85,6 @@ def decode_speculatively(
 
     A draft that goes past the end of the completion is cut there, also in `accepted`.
     """
-    started = time.perf_counter()
     device = frozen.embed_tokens.device
     chain = ChainDrafter(drafter, frozen)
     target.start()
@@ -115,30 +112,7 @@ def decode_speculatively(
         target.rollback(len(prompt) + len(completion) - 1)
         aux = aux[: num_accepted + 1]
         following = torch.tensor(emitted, device=device)
-    return Decoded(completion, accepted, time.perf_counter() - started, drafts)
-
-
-@torch.inference_mode()
-def decode_plainly(
-    target: CachedTarget,
-    prompt: Sequence[int],
-    *,
-    max_new_tokens: int,
-    eos_token_ids: Sequence[int],
-    device: torch.device,
-    temperature: float = 0.0,
-    generator: torch.Generator | None = None,
-) -> Decoded:
-    """Complete a prompt by the target alone, one token per forward."""
-    started = time.perf_counter()
-    target.start()
-    completion: list[int] = []
-    inputs = torch.tensor(prompt, device=device)
-    while len(completion) < max_new_tokens and (not completion or completion[-1] not in eos_token_ids):
-        logits, _ = target.forward(inputs)
-        completion.append(_choose(logits[-1], temperature, generator))
-        inputs = torch.tensor(completion[-1:], device=device)
-    return Decoded(completion, [], time.perf_counter() - started)
+    return Decoded(completion, accepted, drafts)
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> int:

@@ -43,7 +43,7 @@ from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import World
 from train.drafter.published import open_published
-from train.evaluation.intervals import Floats, Resamples, interval
+from train.evaluation.intervals import Floats, Interval
 from train.evaluation.matrix import Cell, complete_cells, parse_sources, prompt_source, render_cells
 from train.evaluation.replay import MAX_DRAFT_TOKENS, CompletingTarget, packed, replay_greedily
 from train.pipeline import STAGES
@@ -54,6 +54,7 @@ from train.trainer.parts import STATE, load_weights, read_checked
 TARGETS = {"embedded": "quickstart", "smollm2_135m": "smollm2_135m"}  # and their recipes
 COLUMNS = ((0, 4), (0, 7), (1, 4), (1, 7))  # temperatures of the target, and tokens per draft
 PROMPTS = 64  # of each source of held-out prompts
+NUM_RESAMPLES = 1000
 POINTS = 6  # checkpoints that a training keeps
 TIMED_STEPS = 40  # of a run that is timed
 SHARED = (Stage.data, Stage.vocab, Stage.answers, Stage.capture)
@@ -357,7 +358,7 @@ def end_lengths(
 def lengths_of(counts: Sequence[tuple[Floats, Floats]], k: int) -> Floats:
     """Return the acceptance lengths at a draft length, of what was `measured` for each seed. [1 + B]"""
     drafts, accepted = (np.stack([one[i][k - 1] for one in counts]) for i in (0, 1))
-    return acceptance_lengths(drafts, accepted, Resamples(drafts.shape[1]))
+    return acceptance_lengths(drafts, accepted)
 
 
 def column_name(column: tuple[int, int]) -> str:
@@ -365,14 +366,24 @@ def column_name(column: tuple[int, int]) -> str:
     return f"k = {k}" + (f", temperature {temperature}" if temperature else "")
 
 
-def acceptance_lengths(drafts: Floats, accepted: Floats, resamples: Resamples) -> Floats:
-    """Return the mean over seeds; each resample draws seeds and prompts. [S, P] -> [1 + B]"""
-    lengths = 1 + (resamples.prompts @ accepted.T) / (resamples.prompts @ drafts.T).clip(min=1)  # [1 + B, S]
-    seeds = len(drafts)
-    drawn = np.random.default_rng([resamples.seed, seeds]).integers(seeds, size=(resamples.num, seeds))
-    chosen = np.vstack([np.arange(seeds), drawn])
-    mean: Floats = np.take_along_axis(lengths, chosen, axis=1).mean(axis=1)
+def acceptance_lengths(drafts: Floats, accepted: Floats) -> Floats:
+    """Return the mean over seeds; each resample draws seeds and prompts. [S, P] -> [1 + B]
+
+    The first has each seed and prompt once. Arrays of as many prompts and seeds have the same resamples, so
+    that their quotients are paired.
+    """
+    seeds, num_prompts = drafts.shape
+    drawn = np.random.default_rng(0).multinomial(num_prompts, [1 / num_prompts] * num_prompts, NUM_RESAMPLES)
+    prompts = np.vstack([np.ones(num_prompts), drawn])  # how often each is drawn
+    lengths = 1 + (prompts @ accepted.T) / (prompts @ drafts.T).clip(min=1)  # [1 + B, S]
+    chosen = np.random.default_rng([0, seeds]).integers(seeds, size=(NUM_RESAMPLES, seeds))
+    mean: Floats = np.take_along_axis(lengths, np.vstack([np.arange(seeds), chosen]), axis=1).mean(axis=1)
     return mean
+
+
+def interval(values: Floats) -> Interval:
+    """Return the first value with bounds that hold 95 % of the others. [1 + B]"""
+    return Interval(float(values[0]), *map(float, np.quantile(values[1:], (0.025, 0.975))))
 
 
 def shown(values: Floats) -> str:

@@ -47,8 +47,7 @@ def leftovers(run: Path) -> list[Path]:
 
 def _without_times(value: Any) -> Any:
     if isinstance(value, Mapping):
-        timed = ("speed", "speed_up", "timing")
-        return {k: _without_times(v) for k, v in value.items() if k not in timed and not depends_on_time(k)}
+        return {k: _without_times(v) for k, v in value.items() if not depends_on_time(k)}
     return [_without_times(one) for one in value] if isinstance(value, list) else value
 
 

@@ -186,7 +186,7 @@ def test_what_vllm_must_not_do_fails_in_bfloat16(
             max_model_len=max(map(len, prompts)) + 64 + draft_room(K),
             max_num_seqs=len(prompts),
         )
-        jobs.append(DecodeJob(name, engine, prompts, 64, record_drafts=True))
+        jobs.append(DecodeJob(name, engine, prompts, 64))
     spec, cpu = TargetSpec(str(target), dtype="float32"), torch.device("cpu")
     loaded = load_export(run / "export", cpu, torch.float32)
     reference = Reference.load(loaded, load_target_parts(spec), spec, cpu)

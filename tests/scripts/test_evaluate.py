@@ -16,7 +16,12 @@ from tests.data.target.tiny_target import HIDDEN_SIZE, save_model
 from tests.train.drafter.tiny_export import write_tiny_export
 from tests.train.small_run import assert_agreement
 from train.evaluation import checkpoint as evaluation
-from train.evaluation.checkpoint import CheckpointEvaluation, evaluate_checkpoint, evaluate_matrix
+from train.evaluation.checkpoint import (
+    CheckpointEvaluation,
+    evaluate_checkpoint,
+    evaluate_matrix,
+    of_all_sources,
+)
 from train.evaluation.matrix import format_matrix, parse_sources, prompt_source, settings_of
 from train.report.results import format_evaluation
 
@@ -71,6 +76,10 @@ def test_measures_a_checkpoint(asked: CheckpointEvaluation, tmp_path: Path) -> N
     assert head[:4] == ["drafter", "drafts", "k", "temperature"]
     assert [row[1:4] for row in rows] == [["greedy", "2", "0"], ["greedy", "2", "1"], ["sampled", "2", "1"]]
     assert "2 of them decoded by eagle31 (transformers, float32, cpu)" in printed
+
+
+def test_the_prompts_that_are_decoded_are_of_all_sources() -> None:
+    assert of_all_sources(["a", "a", "a", "b", "c", "c"]) == [0, 3, 4, 1, 5, 2]
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,8 @@ class EvaluateConfig:
     )
     decoded_prompts: int = setting(
         8,
-        "Test prompts that are decoded too, with the drafter and without it. Replay measures acceptance "
-        "on all of them. Decoding checks the replay and the completions, where a mistake would show in "
-        "any prompt, and measures the time, whose interval needs a few.",
+        "Test prompts that are decoded too, with the drafter. Replay measures acceptance on all of them. "
+        "Decoding checks the replay and the completions, where a mistake would show in any prompt.",
         ge=1,
     )
     max_new_tokens: int = setting(256, "Length limit of a completion, in tokens.", ge=1)

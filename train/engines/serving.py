@@ -33,7 +33,7 @@ class EngineSpec:
     revision: str | None = None
     trust_remote_code: bool = False
     max_model_len: int = 1024
-    max_num_seqs: int = 1
+    max_num_seqs: int | None = 1  # None: as many as a server of vLLM
     enforce_eager: bool = True
     seed: int = 0
     extra: dict[str, Any] = field(default_factory=dict)  # further arguments of `vllm.LLM`
@@ -45,7 +45,6 @@ class EngineSpec:
             "dtype": self.dtype,
             "trust_remote_code": self.trust_remote_code,
             "max_model_len": self.max_model_len,
-            "max_num_seqs": self.max_num_seqs,
             "enforce_eager": self.enforce_eager,
             "seed": self.seed,
             "skip_tokenizer_init": True,  # token ids in, token ids out
@@ -53,6 +52,8 @@ class EngineSpec:
             "enable_prefix_caching": False,  # prompts are repeated, and each one is to be computed
             "disable_log_stats": False,
         }
+        if self.max_num_seqs is not None:
+            arguments["max_num_seqs"] = self.max_num_seqs
         if self.revision is not None and not self.bare:
             arguments["revision"] = self.revision
         backend = attention_backend(str(self.extra.get("dtype", self.dtype)))
@@ -81,31 +82,26 @@ GREEDY = Sampling()
 
 @dataclass(frozen=True)
 class DecodeJob:
-    """A job that completes prompts with one engine, once for each of `passes`."""
+    """A job that completes prompts with one engine, once for each of `passes`, and records its drafts."""
 
     name: str
     engine: EngineSpec
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
     stop_token_ids: Sequence[int] = ()
-    record_drafts: bool = False
     passes: Sequence[Sampling] = (GREEDY,)
-    warm_up: bool = False  # decodes a few tokens before each pass, so that its time includes no first calls
     keep: Path | None = None  # the directory of finished passes, which are not repeated
 
     def to_json(self) -> dict[str, Any]:
-        # Without async scheduling the scheduler sees the drafted tokens and not their placeholders.
-        synchronous = {"async_scheduling": False} if self.record_drafts else {}
         return {
             "kind": "decode",
             "name": self.name,
-            "engine": self.engine.arguments() | synchronous,
+            # Without async scheduling the scheduler sees the drafted tokens and not their placeholders.
+            "engine": self.engine.arguments() | {"async_scheduling": False},
             "prompts": [list(prompt) for prompt in self.prompts],
             "max_tokens": self.max_new_tokens,
             "stop_token_ids": list(self.stop_token_ids),
-            "record_drafts": self.record_drafts,
             "passes": [asdict(one) for one in self.passes],
-            "warm_up": self.warm_up,
             "keep": None if self.keep is None else str(self.keep),
         }
 
@@ -124,7 +120,7 @@ class Served:
     """The completions of an engine, one per prompt."""
 
     completions: list[list[int]]
-    drafts: list[list[PlacedDraft]] = field(default_factory=list)  # empty when they were not recorded
+    drafts: list[list[PlacedDraft]]
 
     @property
     def drafts_within_completions(self) -> list[list[PlacedDraft]]:
@@ -150,8 +146,6 @@ class DecodedPass:
 
     served: Served
     counters: Counters
-    # For each prompt, the time from its first forward pass to its last token; others run at the same time.
-    prompt_seconds: tuple[float, ...]
     model_runner: str  # V1 or V2: vLLM has two, and by default a GPU takes V2 and a CPU V1
 
     @staticmethod
@@ -161,7 +155,7 @@ class DecodedPass:
         per_position = tuple(counts["accepted_per_position"])
         counters = Counters(counts["num_drafts"], counts["num_accepted"], per_position)
         served = Served(raw["completions"], drafts)
-        return DecodedPass(served, counters, tuple(raw["prompt_seconds"]), raw["model_runner"])
+        return DecodedPass(served, counters, raw["model_runner"])
 
 
 @dataclass(frozen=True)
@@ -170,7 +164,6 @@ class JobResult:
 
     name: str
     passes: tuple[DecodedPass, ...]
-    start_seconds: float
     vllm_version: str
     error: str | None = None
     traceback: str = ""
@@ -178,11 +171,10 @@ class JobResult:
     @staticmethod
     def from_json(name: str, raw: dict[str, Any]) -> "JobResult":
         if "error" in raw:
-            return JobResult(name, (), 0.0, "", error=raw["error"], traceback=raw["traceback"])
+            return JobResult(name, (), "", error=raw["error"], traceback=raw["traceback"])
         return JobResult(
             name=name,
             passes=tuple(map(DecodedPass.from_json, raw["passes"])),
-            start_seconds=raw["start_seconds"],
             vllm_version=raw["vllm_version"],
         )
 

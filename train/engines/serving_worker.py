@@ -19,7 +19,6 @@ from typing import Any
 Json = dict[str, Any]
 # The request, the tokens written before the draft, the drafted tokens, and how many were accepted.
 Event = tuple[str, int, list[int], int]
-WARM_UP_TOKENS = 8  # several drafts
 
 
 def main() -> None:
@@ -82,7 +81,6 @@ def decode(job: Json) -> Json:
     ]
     result = {
         "passes": passes,
-        "start_seconds": engine.start_seconds,
         "vllm_version": vllm.__version__,
     }
     engine.shut_down()
@@ -95,17 +93,13 @@ class Engine:
     def __init__(self, job: Json) -> None:
         self.job = job
         self.events: list[Event] = []
-        self.start_seconds = 0.0
         self._llm: Any = None
 
     @property
     def llm(self) -> Any:
         if self._llm is None:
-            started = time.perf_counter()
             self._llm = build(self.job["engine"], worker_extension_cls=f"__main__.{DraftReader.__name__}")
-            self.start_seconds = time.perf_counter() - started
-            if self.job["record_drafts"]:
-                self.events = record_drafts(self._llm)
+            self.events = record_drafts(self._llm)
         return self._llm
 
     def shut_down(self) -> None:
@@ -134,25 +128,20 @@ class Kept:
 
 
 def decode_pass(engine: Engine, job: Json, sampling: Json) -> Json:
-    """Decode all prompts once: completions, drafts, vLLM's counters, seconds by prompt."""
+    """Decode all prompts once: completions, drafts, vLLM's counters."""
     llm = engine.llm
     prompts, seed = job["prompts"], sampling["seed"]
     params = [
         sampling_params(job, temperature=sampling["temperature"], seed=None if seed is None else seed + index)
         for index in range(len(prompts))
     ]
-    if job["warm_up"]:
-        warm = [sampling_params(job | {"max_tokens": WARM_UP_TOKENS}, temperature=sampling["temperature"])]
-        few = prompts[: job["engine"]["max_num_seqs"]]
-        generate(llm, few, warm * len(few))
     engine.events.clear()
     before = counters(llm)
-    outputs = generate(llm, prompts, params)
+    outputs = llm.generate([{"prompt_token_ids": one} for one in prompts], params, use_tqdm=False)
     return {
         "completions": [list(output.outputs[0].token_ids) for output in outputs],
         "drafts": placed_drafts(outputs, engine.events),
         "counters": difference(counters(llm), before),
-        "prompt_seconds": [output.metrics.last_token_ts - output.metrics.scheduled_ts for output in outputs],
         "model_runner": "V2" if llm.llm_engine.vllm_config.use_v2_model_runner else "V1",
     }
 
@@ -220,13 +209,14 @@ def bench(job: Json) -> Json:
         engines = {side["k"]: build(side["engine"], **job["memory"]) for side in group}
         for llm in engines.values():
             for concurrency in job["concurrency"]:
-                closed_loop(llm, job, concurrency, num_requests=concurrency)
+                closed_loop(llm, job, concurrency, range(concurrency))
         for round_index in range(job["rounds"]):
             for concurrency in job["concurrency"]:
                 # Every other round begins with the other end, so that no side always runs first.
                 order = list(engines)[:: 1 if round_index % 2 == 0 else -1]
-                num_requests = max(job["num_requests"], 2 * concurrency)
-                loops = {k: closed_loop(engines[k], job, concurrency, num_requests) for k in order}
+                number = max(job["num_requests"], 2 * concurrency)
+                requests = range(round_index * number, (round_index + 1) * number)
+                loops = {k: closed_loop(engines[k], job, concurrency, requests) for k in order}
                 where = {"round": round_index, "concurrency": concurrency}
                 result["measurements"] += [{"k": k, **where, **loops[k]} for k in order]
         while engines:
@@ -234,33 +224,42 @@ def bench(job: Json) -> Json:
     return result
 
 
-def closed_loop(llm: Any, job: Json, concurrency: int, num_requests: int) -> Json:
+def closed_loop(llm: Any, job: Json, concurrency: int, requests: range) -> Json:
     """Simulate `concurrency` users, each of whom sends a prompt when the previous one is answered.
 
-    `num_forwards` counts the target's forward passes of each sequence but those of its prompt, and
-    `num_decoded` the tokens that they emitted.
+    `prompts`, `num_tokens` and `seconds` have each request's prompt, the tokens of its answer, and the time
+    from sending it to the last of them. `num_forwards` counts the target's forward passes of each sequence
+    but those of its prompt, and `num_decoded` the tokens that they emitted.
+
+    Args:
+        requests: numbers that name the prompts, which repeat after the last one.
     """
     sampling = sampling_params(job, temperature=0.0)
-    engine, prompts = llm.llm_engine, job["prompts"]
-    waiting = [prompts[index % len(prompts)] for index in reversed(range(num_requests))]
-    submitted: dict[str, float] = {}
-    lengths: dict[str, int] = {}
-    rates: list[float] = []
+    engine, prompts = llm.llm_engine, [index % len(job["prompts"]) for index in requests]
+    submitted: list[float] = []
+    lengths: dict[int, int] = {}
+    seconds: dict[int, float] = {}
     num_forwards = num_decoded = 0
-    while waiting or engine.has_unfinished_requests():
-        while waiting and len(submitted) - len(rates) < concurrency:
-            name = str(len(submitted))
-            submitted[name] = time.perf_counter()
-            engine.add_request(name, {"prompt_token_ids": waiting.pop()}, sampling)
+    while len(seconds) < len(prompts):
+        while len(submitted) < len(prompts) and len(submitted) - len(seconds) < concurrency:
+            prompt = {"prompt_token_ids": job["prompts"][prompts[len(submitted)]]}
+            submitted.append(time.perf_counter())
+            engine.add_request(str(len(submitted) - 1), prompt, sampling)
         for output in engine.step():
-            name, length = output.request_id, len(output.outputs[0].token_ids)
-            if name in lengths and length > lengths[name]:
+            index, length = int(output.request_id), len(output.outputs[0].token_ids)
+            if index in lengths and length > lengths[index]:
                 num_forwards += 1
-                num_decoded += length - lengths[name]
-            lengths[name] = length
+                num_decoded += length - lengths[index]
+            lengths[index] = length
             if output.finished:
-                rates.append(length / (time.perf_counter() - submitted[name]))
-    return {"request_rates": rates, "num_forwards": num_forwards, "num_decoded": num_decoded}
+                seconds[index] = time.perf_counter() - submitted[index]
+    return {
+        "prompts": prompts,
+        "num_tokens": [lengths[index] for index in range(len(prompts))],
+        "seconds": [seconds[index] for index in range(len(prompts))],
+        "num_forwards": num_forwards,
+        "num_decoded": num_decoded,
+    }
 
 
 def build(engine: Json, **options: Any) -> Any:
@@ -288,10 +287,6 @@ def sampling_params(job: Json, temperature: float, seed: int | None = None) -> A
         stop_token_ids=job["stop_token_ids"],
         detokenize=False,
     )
-
-
-def generate(llm: Any, prompts: list[list[int]], params: list[Any]) -> list[Any]:
-    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
 
 
 def counters(llm: Any) -> Json:

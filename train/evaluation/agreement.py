@@ -1,7 +1,7 @@
 """Whether an engine drafts what the trained drafter drafts, and writes what the target does, on one text."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from eagle31.decoding.rounding import gaps_and_bounds
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.teacher_forced import logits_of_drafts
-from train.engines.serving import PlacedDraft, common_length
+from train.engines.serving import PlacedDraft, Served, common_length
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,12 @@ class DraftedCompletion:
 
 
 Texts = Sequence[tuple[CapturedSample, DraftedCompletion]]
+
+
+def drafted_completions(served: Served, alone: Iterable[Sequence[int]]) -> list[DraftedCompletion]:
+    """Return what an engine served with the completions of the target alone."""
+    found = zip(served.completions, served.drafts_within_completions, alone, strict=True)
+    return [DraftedCompletion(*one) for one in found]
 
 
 def agreement_report(

@@ -2,6 +2,7 @@
 
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,14 +35,8 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from train.config.evaluate import MAX_DRAFT_TOKENS, MAX_TEMPERATURE
 from train.drafter.published import fetch_checkpoint, open_published
-from train.evaluation.agreement import agreement_report
-from train.evaluation.decoding import (
-    PassResults,
-    decode_in_turns,
-    decoding_report,
-    engine_name,
-    greedy_sides,
-)
+from train.evaluation.agreement import agreement_report, drafted_completions
+from train.evaluation.decoding import PassResults, decode_prompts, decoding_report, engine_name
 from train.evaluation.matrix import (
     complete_cells,
     matrix_result,
@@ -59,7 +54,7 @@ class CheckpointEvaluation:
     checkpoint: str
     target: str
     data: Sequence[str]  # see `parse_sources`
-    num_prompts: int = 32  # of each source
+    num_prompts: int = 128  # of each source
     draft_tokens: int = 4
     max_new_tokens: int = 256
     decoded_prompts: int = 8  # of the prompts, those that are decoded too
@@ -121,8 +116,8 @@ def evaluate_checkpoint(settings: CheckpointEvaluation) -> dict[str, Any]:
     """
     checked = read_input(settings)
     prompts = [
-        render_prompt(checked.tokenizer, prompt_messages(one), one.tools, checked.template_kwargs)
-        for conversations in checked.conversations.values()
+        (source, render_prompt(checked.tokenizer, prompt_messages(one), one.tools, checked.template_kwargs))
+        for source, conversations in checked.conversations.items()
         for one in choose_prompts(conversations, settings.num_prompts, settings.seed)
     ]
     if not prompts:
@@ -260,11 +255,14 @@ def open_target(settings: CheckpointEvaluation, parts: TargetParts, loaded: Load
 def measured(
     settings: CheckpointEvaluation,
     opened: OpenedCheckpoint,
-    prompts: Sequence[Sequence[int]],
+    given: Sequence[tuple[str, Sequence[int]]],
     eos_token_ids: tuple[int, ...],
     scratch: Path,
 ) -> dict[str, Any]:
     """Return the results, in the form of evaluation.json.
+
+    Args:
+        given: the source and the token ids of each prompt, source by source.
 
     Raises:
         UserError: all completions are too short for a draft.
@@ -272,30 +270,37 @@ def measured(
     candidate, completing = (opened.drafter, opened.frozen), opened.completing
     longest = longest_draft(settings.draft_tokens)
     greedy = Sampling(settings.max_new_tokens, eos_token_ids, 0.0, settings.seed)
+    sources, prompts = ([*one] for one in zip(*given, strict=True))
     completions = completing.complete(prompts, greedy, scratch / "greedy.jsonl")
     if (longest_completion := max(map(len, completions))) <= settings.draft_tokens:
         remedy = f"The longest of the target's completions has {longest_completion} tokens; give fewer."
         raise UserError("--draft-tokens", settings.draft_tokens, remedy)
     # Where a completion ends at its first token there is no draft.
     kept = [index for index, completion in enumerate(completions) if len(completion) > 1]
-    prompts, completions = [prompts[i] for i in kept], [completions[i] for i in kept]
+    sources, prompts, completions = ([one[i] for i in kept] for one in (sources, prompts, completions))
     trained = replay_greedily(*candidate, packed(completing.samples(prompts, completions)), longest)
+    trained = replace(trained, strata=tuple(Counter(sources).values()))
 
-    chosen = slice(settings.decoded_prompts)
-    plain, drafted = greedy_sides(
-        opened.target, *candidate, draft_tokens=settings.draft_tokens, eos_token_ids=eos_token_ids
-    )
+    decoded = of_all_sources(sources)[: settings.decoded_prompts]
+    chosen, alone = [prompts[i] for i in decoded], [completions[i] for i in decoded]
     with tempfile.TemporaryDirectory(prefix="eagle31-decoded-") as passes:
-        pairs = decode_in_turns(
-            prompts[chosen], plain, drafted, settings.max_new_tokens, PassResults(Path(passes))
+        served = decode_prompts(
+            opened.target,
+            *candidate,
+            chosen,
+            draft_tokens=settings.draft_tokens,
+            max_new_tokens=settings.max_new_tokens,
+            eos_token_ids=eos_token_ids,
+            passes=PassResults(Path(passes)),
         )
-    texts = completing.texts(prompts[chosen], [pair.completion for pair in pairs])
+    texts = completing.texts(chosen, drafted_completions(served, alone))
     sampling = None
     if settings.temperature > 0:
         sampled = replace(greedy, temperature=settings.temperature)
         completions = completing.complete(prompts, sampled, scratch / "sampled.jsonl")
         rows = packed(completing.samples(prompts, completions))
-        sampling = sampling_report(*candidate, rows, longest, settings.temperature)
+        strata = Counter(one for one, written in zip(sources, completions, strict=True) if len(written) > 1)
+        sampling = sampling_report(*candidate, rows, longest, settings.temperature, tuple(strata.values()))
     return {
         "checkpoint": settings.checkpoint,
         "target": settings.target,
@@ -309,9 +314,14 @@ def measured(
         "trained": trained.to_json(),
         "untrained": None,
         "sampling": sampling,
-        "decoding": decoding_report(pairs, settings.draft_tokens)
+        "decoding": decoding_report(served, settings.draft_tokens)
         | agreement_report(*candidate, texts, opened.dtype),
     }
+
+
+def of_all_sources(sources: Sequence[str]) -> list[int]:
+    """Return the indices of the prompts in an order that begins with the first one of each source."""
+    return sorted(range(len(sources)), key=lambda index: sources[:index].count(sources[index]))
 
 
 def check(settings: CheckpointEvaluation) -> None:

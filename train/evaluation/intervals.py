@@ -1,6 +1,7 @@
-"""Intervals from resamples of the prompts: of acceptance lengths, their ratios, and medians."""
+"""95 % intervals over prompts: BCa bootstraps of quotients of sums."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -8,62 +9,64 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Floats: TypeAlias = NDArray[np.float64]
-NUM_RESAMPLES = 1000
+_NUM_RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A value with the bounds that hold 95 % of the resamples."""
+    """A value with its 95 % interval; the bounds are NaN where there are too few prompts for one."""
 
     value: float
     low: float
     high: float
 
-
-class Resamples:
-    """Prompts, drawn with replacement, as how often each is drawn. The first resample has each once.
-
-    Values that are computed with the same resamples can be compared within each of them.
-    """
-
-    def __init__(self, num_prompts: int, num: int = NUM_RESAMPLES, seed: int = 0) -> None:
-        self.num = num
-        self.seed = seed
-        rng = np.random.default_rng(seed)
-        drawn = rng.multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), size=num)
-        self.prompts: Floats = np.vstack([np.ones(num_prompts), drawn]).astype(float)  # [1 + B, P]
+    def shown(self, unit: str = "") -> str:
+        return f"{self.value:.2f}{unit} ({self.low:.2f} to {self.high:.2f})"
 
 
-def interval(values: Floats) -> Interval:
-    """Return the first value, and the bounds of the others that are a number or infinity. [1 + B]"""
-    others = np.sort(values[1:][~np.isnan(values[1:])])
-    if np.isnan(values[0]) or not len(others):
-        return Interval(float(values[0]), np.nan, np.nan)
-    low, high = (others[round(share * (len(others) - 1))] for share in (0.025, 0.975))
-    return Interval(float(values[0]), float(low), float(high))
+def over_prompts(
+    statistic: Callable[..., Floats], *counts: ArrayLike, strata: Sequence[int] = ()
+) -> Interval:
+    """Return a statistic of sums over prompts, with its interval.
 
-
-def acceptance_lengths(drafts: ArrayLike, accepted: ArrayLike, resamples: Resamples) -> Floats:
-    """Return the acceptance length of all drafts in each resample, NaN where there is none. [1 + B]
+    A prompt is drawn with all of its counts, so that what is compared on the same prompts is paired.
 
     Args:
-        drafts: [P], the number of each prompt's drafts.
-        accepted: [P], the number of each prompt's accepted tokens.
+        statistic: elementwise function of the sums.
+        counts: what is summed, each [P]. A prompt that has none of it does not count as one.
+        strata: how many prompts each source has, in their order. As many are drawn from each.
+
+    Source: Efron, Better Bootstrap Confidence Intervals, 1987.
     """
-    num_drafts: Floats = resamples.prompts @ np.asarray(drafts, float)
-    num_accepted: Floats = resamples.prompts @ np.asarray(accepted, float)
-    with np.errstate(invalid="ignore"):
-        found: Floats = 1 + num_accepted / num_drafts
-    return found
+    from scipy.stats import bootstrap  # here, because it takes seconds
+
+    table = np.array(counts, float)
+    source = np.repeat(np.arange(len(strata) or 1), strata or table.shape[1])
+    some = table.any(axis=0)
+
+    def of(*chosen: NDArray[Any], axis: int = -1) -> Floats:
+        prompts = np.concatenate(chosen, axis=axis).astype(int)
+        return statistic(*(row[prompts].sum(axis) for row in table))
+
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")  # of numbers that are NaN
+        value = float(of(np.flatnonzero(some)))
+        groups = [np.flatnonzero(some & (source == one)) for one in np.unique(source[some])]
+        if not groups or min(map(len, groups)) < 2:
+            return Interval(value, np.nan, np.nan)
+        found = bootstrap(groups, of, n_resamples=_NUM_RESAMPLES, method="BCa", vectorized=True, rng=0)
+    if np.ptp(found.bootstrap_distribution) == 0:  # for which BCa has no bounds
+        return Interval(value, value, value)
+    return Interval(value, *map(float, found.confidence_interval))
 
 
-def acceptance_interval(drafts: ArrayLike, accepted: ArrayLike, resamples: Resamples) -> Interval:
-    """Return the acceptance length of all drafts, with its interval over prompts."""
-    return interval(acceptance_lengths(drafts, accepted, resamples))
+def acceptance_interval(drafts: ArrayLike, accepted: ArrayLike, strata: Sequence[int] = ()) -> Interval:
+    """Return the acceptance length of all drafts. drafts, accepted: [P], the numbers of each prompt."""
+    return over_prompts(lambda drafts, accepted: 1 + accepted / drafts, drafts, accepted, strata=strata)
 
 
 def paired_ratio(measured: dict[str, Any], reference: dict[str, Any], index: int) -> Interval:
-    """Return one acceptance length divided by the reference's, of the same prompts, with its interval.
+    """Return one acceptance length divided by the reference's, of the same prompts.
 
     The interval does not include how much prompts differ from each other.
 
@@ -71,15 +74,7 @@ def paired_ratio(measured: dict[str, Any], reference: dict[str, Any], index: int
         measured, reference: have `by_prompt` as evaluation.json has it.
         index: of the draft length.
     """
-    resamples = Resamples(len(reference["by_prompt"]["drafts"][index]))
-    sides = []
-    for one in (measured, reference):
-        drafts, accepted = (one["by_prompt"][name][index] for name in ("drafts", "accepted"))
-        sides.append(acceptance_lengths(drafts, accepted, resamples))
-    return interval(sides[0] / sides[1])
-
-
-def median_interval(values: Sequence[float], resamples: Resamples) -> Interval:
-    """Return the median with its interval over prompts. values: [P]."""
-    counts = resamples.prompts.astype(int)
-    return interval(np.array([np.median(np.repeat(values, drawn)) for drawn in counts]))
+    counts = [
+        one["by_prompt"][name][index] for one in (measured, reference) for name in ("drafts", "accepted")
+    ]
+    return over_prompts(lambda d1, a1, d2, a2: (1 + a1 / d1) / (1 + a2 / d2), *counts)

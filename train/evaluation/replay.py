@@ -22,7 +22,7 @@ from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.teacher_forced import acceptance_given_text, greedy_hits
 from train.evaluation.agreement import DraftedCompletion, Texts
-from train.evaluation.intervals import Resamples, acceptance_interval
+from train.evaluation.intervals import acceptance_interval
 
 MAX_DRAFT_TOKENS = 8
 _ROW_TOKENS = 2048
@@ -37,8 +37,9 @@ class PromptAcceptance:
     """The statistics of P prompts at some draft lengths, which are the same for all prompts."""
 
     by_prompt: tuple[Lengths, ...]
-    # Of the token ids of all prompts: results with the same one can be compared prompt by prompt.
-    prompts_hash: str | None = None
+    # Of the token ids of all prompts and completions: results with the same one can be compared by prompt.
+    texts_hash: str | None = None
+    strata: tuple[int, ...] = ()  # how many of the prompts each source has; () is one source
 
     def totals(self) -> list[AcceptanceStats]:
         """Return the statistics over all prompts, by draft length."""
@@ -57,13 +58,13 @@ class PromptAcceptance:
 
         Lengths for which all completions are too short are left out.
         """
-        counts, resamples = self.counts(), Resamples(len(self.by_prompt))
+        counts = self.counts()
         rows = []
         for total, drafts, accepted in zip(self.totals(), *counts.values(), strict=True):
             if total.num_drafts:
-                found = acceptance_interval(drafts, accepted, resamples)
+                found = acceptance_interval(drafts, accepted, self.strata)
                 rows.append(total.to_json() | {"low": found.low, "high": found.high})
-        return {"by_draft_length": rows, "by_prompt": counts, "prompts_hash": self.prompts_hash}
+        return {"by_draft_length": rows, "by_prompt": counts, "texts_hash": self.texts_hash}
 
 
 @dataclass(frozen=True)
@@ -122,12 +123,12 @@ def replay_greedily(
 ) -> PromptAcceptance:
     """Replay greedy drafts of completions that the target wrote greedily."""
     found: list[Lengths] = []
-    prompts = hashlib.sha256()
+    texts = hashlib.sha256()
     for batch in rows:
         on_device = batch.to(frozen.embed_tokens.device, frozen.embed_tokens.dtype)
         found += _by_document(batch, replay, *greedy_hits(drafter, frozen, on_device, max_draft_tokens))
-        prompts.update(_prompts_of(batch))
-    return PromptAcceptance(tuple(found), prompts.hexdigest())
+        texts.update(_texts_of(batch))
+    return PromptAcceptance(tuple(found), texts.hexdigest())
 
 
 @torch.no_grad()
@@ -137,29 +138,31 @@ def sampling_report(
     rows: Iterable[PackedBatch],
     max_draft_tokens: int,
     temperature: float,
+    strata: tuple[int, ...] = (),
 ) -> dict[str, Any] | None:
     """Return `sampling` of evaluation.json: greedy drafts, and sampled ones, of the same completions.
 
     Args:
         rows: completions that the target sampled at the temperature; without any the result is None.
+        strata: see `PromptAcceptance`.
     """
     greedy: list[Lengths] = []
     sampled: list[Lengths] = []
-    prompts = hashlib.sha256()
+    texts = hashlib.sha256()
     for batch in rows:
         on_device = batch.to(frozen.embed_tokens.device, frozen.embed_tokens.dtype)
         greedy += _by_document(batch, replay, *greedy_hits(drafter, frozen, on_device, max_draft_tokens))
         given_text = acceptance_given_text(drafter, frozen, on_device, max_draft_tokens, temperature)
         sampled += _by_document(batch, expected_replay, *given_text)
-        prompts.update(_prompts_of(batch))
+        texts.update(_texts_of(batch))
     if not greedy:
         return None
     return {
         "temperature": temperature,
         "num_prompts": len(greedy),
         "source": "replay",
-        "greedy_drafts": PromptAcceptance(tuple(greedy), prompts.hexdigest()).to_json(),
-        "sampled_drafts": PromptAcceptance(tuple(sampled), prompts.hexdigest()).to_json(),
+        "greedy_drafts": PromptAcceptance(tuple(greedy), texts.hexdigest(), strata).to_json(),
+        "sampled_drafts": PromptAcceptance(tuple(sampled), texts.hexdigest(), strata).to_json(),
     }
 
 
@@ -177,15 +180,12 @@ def packed(samples: Iterable[CapturedSample]) -> Iterator[PackedBatch]:
         yield pack_row(row, num_tokens)
 
 
-def _prompts_of(batch: PackedBatch) -> bytes:
-    """Return each document's token ids up to the first one that the target wrote, as text."""
-    found = ""
-    for index in range(int(batch.document_ids.max()) + 1):
-        rows = batch.document_ids == index
-        written = batch.loss_mask[rows].nonzero()
-        num_tokens = int(written[0]) if len(written) else int(rows.sum())
-        found += f"{batch.input_ids[rows][:num_tokens].tolist()}\n"
-    return found.encode()
+def _texts_of(batch: PackedBatch) -> bytes:
+    """Return each document's token ids, and which of them the target wrote, as text."""
+    documents = (batch.document_ids == index for index in range(int(batch.document_ids.max()) + 1))
+    return "".join(
+        f"{batch.input_ids[one].tolist()} {batch.loss_mask[one].int().tolist()}\n" for one in documents
+    ).encode()
 
 
 def _by_document(batch: PackedBatch, rule: Rule, compared: Tensor, supervised: Tensor) -> list[Lengths]:

@@ -2,17 +2,17 @@
 
 import os
 import platform
-import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from train.engines.serving import failure, run_worker
+from train.evaluation.intervals import Floats, over_prompts
 from train.evaluation.serving_inputs import Inputs
-from train.tables import aligned
 
 PLAIN = 0  # the draft length of the engine without the drafter
 # All engines are loaded at once, so that they can take turns.
@@ -36,7 +36,7 @@ def time_serving(
     Raises:
         EngineFailure: an engine does not start or fails.
     """
-    options = {"max_num_seqs": max(concurrency), "enforce_eager": inputs.device.type == "cpu"}
+    options = {"max_num_seqs": None, "enforce_eager": inputs.device.type == "cpu"}
     shares_gpu = inputs.device.type == "cuda" and not one_at_a_time
     memory_given = "gpu_memory_utilization" in inputs.engine_arguments
     share = _SHARED_GPU_MEMORY / (1 + len(draft_lengths))
@@ -79,62 +79,44 @@ def time_serving(
 def speed_rows(measurements: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one row for each concurrency and draft length, in ascending order.
 
-    `plain`, `drafter` and their ratio `speedup` have the median and the range over the rounds; the ratio is
-    taken in each round.
+    `plain` and `drafter` are rates: the tokens of all answers, divided by the seconds that users wait for
+    them. `speedup` is the quotient of both, with an interval over prompts.
     """
+    num_prompts = 1 + max(max(one["prompts"]) for one in measurements)
     sides: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for one in sorted(measurements, key=lambda one: (one["concurrency"], one["k"], one["round"])):
+    for one in measurements:
         sides.setdefault((one["concurrency"], one["k"]), []).append(one)
+
+    def by_prompt(side: Sequence[dict[str, Any]], name: str) -> Floats:
+        summed = np.zeros(num_prompts)
+        for one in side:
+            np.add.at(summed, one["prompts"], one[name])
+        return summed
+
     rows = []
-    for (concurrency, k), side in sides.items():
+    for concurrency, k in sorted(sides):
         if k == PLAIN:
             continue
-        drafter, plain = (_user_rates(one) for one in (side, sides[concurrency, PLAIN]))
-        num_decoded = sum(one["num_decoded"] for one in side)
-        num_forwards = sum(one["num_forwards"] for one in side)
+        drafter, plain = sides[concurrency, k], sides[concurrency, PLAIN]
+        counts = [by_prompt(side, name) for side in (drafter, plain) for name in ("num_tokens", "seconds")]
+        fast_tokens, fast_seconds, tokens, seconds = (float(one.sum()) for one in counts)
+        num_decoded, num_forwards = (
+            sum(one[name] for one in drafter) for name in ("num_decoded", "num_forwards")
+        )
         rows.append(
             {
                 "concurrency": concurrency,
                 "k": k,
-                "plain": _spread(plain),
-                "drafter": _spread(drafter),
-                "speedup": _spread([fast / slow for fast, slow in zip(drafter, plain, strict=True)]),
+                "plain": tokens / seconds,
+                "drafter": fast_tokens / fast_seconds,
+                "speedup": asdict(over_prompts(lambda n1, s1, n0, s0: (n1 / s1) / (n0 / s0), *counts)),
                 "acceptance_length": num_decoded / max(num_forwards, 1),
             }
         )
     return rows
 
 
-def speed_lines(numbers: dict[str, Any]) -> list[str]:
-    """Return the table and the conditions of the measurement."""
-    rows = [["users", "k", "plain", "with the drafter", "speed-up", "acceptance length"]]
-    for row in numbers["rows"]:
-        spread = "{median:.1f} ({lowest:.1f}-{highest:.1f})"
-        rates = [spread.format(**row[side]) for side in ("plain", "drafter")]
-        speedup = "{median:.2f}x ({lowest:.2f}-{highest:.2f})".format(**row["speedup"])
-        accepted = f"{row['acceptance_length']:.2f}"
-        rows.append([str(row["concurrency"]), str(row["k"]), *rates, speedup, accepted])
-    length = f"{numbers['max_new_tokens']} tokens per completion"
-    return [
-        f"Output tokens per second per user, median of {numbers['rounds']} rounds (lowest-highest)",
-        "",
-        *aligned(rows),
-        "",
-        f"{numbers['engine']}, {numbers['dtype']}, {numbers['device']}; temperature 0, "
-        f"{'' if numbers['ignore_eos'] else 'at most '}{length}",
-    ]
-
-
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {os.cpu_count()} cores"
-
-
-def _user_rates(side: Sequence[dict[str, Any]]) -> list[float]:
-    """Return for each round the mean over requests of tokens per second, from sending to the last token."""
-    return [statistics.fmean(one["request_rates"]) for one in side]
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}

@@ -1,4 +1,4 @@
-"""Decoding in vLLM with the export as drafter and without a drafter."""
+"""Decoding in vLLM with the export as drafter."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,22 +23,15 @@ from train.engines.serving import (
     require,
     run_jobs,
 )
-from train.evaluation.agreement import DraftedCompletion
-from train.evaluation.decoding import DecodedSubset, TimedPrompt, paired_timing
+from train.evaluation.decoding import DecodedSubset
 from train.evaluation.replay import PromptAcceptance
 
 NUM_AT_A_TIME = 8  # prompts that an engine decodes concurrently
-# Two engines do not fit a GPU whose memory the target fills.
-IN_TWO_ENGINES = (
-    "each prompt with itself; all prompts in an engine with the drafter, then in one without, "
-    f"{NUM_AT_A_TIME} at a time"
-)
-_DRAFTER, _PLAIN = "the export as drafter", "the target without a drafter"
 
 
 @dataclass(frozen=True)
 class VllmEvaluation:
-    """The export that vLLM evaluates, its target, and how both decode."""
+    """The export that vLLM evaluates, its target, and how they decode."""
 
     target: TargetSpec
     target_dtype: torch.dtype
@@ -58,40 +51,26 @@ class VllmEvaluation:
 def decode_in_vllm(
     settings: VllmEvaluation, prompts: Sequence[Sequence[int]], num_decoded: int
 ) -> DecodedSubset:
-    """Decode the first prompts that fit, with one engine with the drafter and then one without.
+    """Decode the first prompts that fit.
 
     Raises:
-        EngineFailure: an engine does not start, fails, or records other drafts than it counts.
+        EngineFailure: the engine does not start, fails, or records other drafts than it counts.
         UserError: no prompt fits, or vLLM's environment is missing.
     """
     indices = fitting_prompts(settings, prompts)[:num_decoded]
     log = settings.log
     print(f"evaluate: vLLM decodes {len(indices)} prompts, log: {log}", flush=True)
-    jobs = evaluation_jobs(settings, [prompts[index] for index in indices])
-    drafted, plain = [require(result, log) for result in run_jobs(jobs, find_python(), log)]
+    job = evaluation_job(settings, [prompts[index] for index in indices])
+    [result] = run_jobs([job], find_python(), log)
+    drafted = require(result, log)
     for one in drafted.passes:
         check_recorded(one, settings.draft_tokens)
-    served = drafted.passes[0].served
     return DecodedSubset(
-        engine=engine_name(jobs[0].engine, drafted.vllm_version, "cpu" if settings.on_cpu else "cuda"),
-        report={
-            "num_prompts": len(indices),
-            **acceptance(settings.draft_tokens, served.drafts, served.completions).to_json(),
-            "num_tokens": sum(map(len, served.completions)),
-            "timing": paired_timing(timed_prompts(drafted.passes[0], plain.passes[0]), IN_TWO_ENGINES),
-        },
+        engine=engine_name(job.engine, drafted.vllm_version, "cpu" if settings.on_cpu else "cuda"),
+        indices=indices,
+        served=drafted.passes[0].served,
         sampling=sampled_report(drafted.passes[1], settings) if len(drafted.passes) > 1 else None,
-        indices=tuple(indices),
-        completions=[
-            DraftedCompletion(*one)
-            for one in zip(
-                served.completions,
-                served.drafts_within_completions,
-                plain.passes[0].served.completions,
-                strict=True,
-            )
-        ],
-        dtype=engine_dtype(settings, jobs[0].engine),
+        dtype=engine_dtype(settings, job.engine),
     )
 
 
@@ -117,46 +96,17 @@ def fitting_prompts(settings: VllmEvaluation, prompts: Sequence[Sequence[int]]) 
     return fitting
 
 
-def evaluation_jobs(
-    settings: VllmEvaluation, prompts: Sequence[Sequence[int]]
-) -> tuple[DecodeJob, DecodeJob]:
-    """Return the jobs with and without the drafter; the one with it also samples if that is measured."""
+def evaluation_job(settings: VllmEvaluation, prompts: Sequence[Sequence[int]]) -> DecodeJob:
+    """Return a job that decodes greedily, and samples if that is measured; `engine_args` take precedence."""
     sampled = []
     if settings.temperature is not None and settings.on_cpu:
         print("evaluate: no sampling: vLLM 0.32 ignores temperatures on the CPU when it has a drafter")
     elif settings.temperature is not None:
         sampled.append(Sampling(settings.temperature, settings.seed))
-    kept = settings.passes.absolute()
-    shared: dict[str, Any] = {
-        "prompts": prompts,
-        "max_new_tokens": settings.max_new_tokens,
-        "stop_token_ids": settings.stop_token_ids,
-        "warm_up": True,
-    }
-    return (
-        DecodeJob(
-            _DRAFTER,
-            engine_spec(settings, prompts, drafter=True),
-            record_drafts=True,
-            passes=[GREEDY, *sampled],
-            **shared,
-            keep=kept / "vllm-drafter",
-        ),
-        DecodeJob(
-            _PLAIN,
-            engine_spec(settings, prompts, drafter=False),
-            **shared,
-            keep=kept / "vllm-plain",
-        ),
-    )
-
-
-def engine_spec(settings: VllmEvaluation, prompts: Sequence[Sequence[int]], *, drafter: bool) -> EngineSpec:
-    """Return an engine in the target's dtype; `engine_args` take precedence."""
     longest = max(map(len, prompts)) + settings.max_new_tokens
-    return EngineSpec(
+    engine = EngineSpec(
         target=settings.target.checkpoint.path,
-        export=settings.export.absolute() if drafter else None,
+        export=settings.export.absolute(),
         k=settings.draft_tokens,
         dtype=str(settings.target_dtype).removeprefix("torch."),
         revision=settings.target.revision,
@@ -165,8 +115,16 @@ def engine_spec(settings: VllmEvaluation, prompts: Sequence[Sequence[int]], *, d
         max_num_seqs=NUM_AT_A_TIME,
         enforce_eager=settings.on_cpu,
         seed=settings.seed,
-        # Drafts are recorded without async scheduling, so the plain target is timed without it too.
-        extra=dict(settings.engine_args) | {"async_scheduling": False},
+        extra=dict(settings.engine_args),
+    )
+    return DecodeJob(
+        "the export as drafter",
+        engine,
+        prompts,
+        settings.max_new_tokens,
+        settings.stop_token_ids,
+        [GREEDY, *sampled],
+        keep=settings.passes.absolute() / "vllm",
     )
 
 
@@ -223,15 +181,3 @@ def sampled_report(drafted: DecodedPass, settings: VllmEvaluation) -> dict[str, 
         "greedy_drafts": PromptAcceptance(tuple(stats)).to_json(),
         "sampled_drafts": None,
     }
-
-
-def timed_prompts(drafted: DecodedPass, plain: DecodedPass) -> list[TimedPrompt]:
-    """Return the prompts' times in the two engines, from their first forward pass to their last token."""
-    both = zip(
-        drafted.served.completions,
-        drafted.prompt_seconds,
-        plain.served.completions,
-        plain.prompt_seconds,
-        strict=True,
-    )
-    return [TimedPrompt(len(ours), ours_s, len(theirs), theirs_s) for ours, ours_s, theirs, theirs_s in both]

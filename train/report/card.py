@@ -12,27 +12,28 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from data.target.checkpoint import is_hub_id
 from data.target.served import serving_engines, unserved
 from eagle31.export.layouts import Layout, layout_of
-from eagle31.json_files import write_text
+from eagle31.json_files import read_json, write_text
 from train.config.data import SELF
 from train.config.target import EMBEDDED
 from train.report.results import (
     acceptances,
     describe_conditions,
     describe_counts,
-    describe_speed,
+    describe_serving,
+    speed_table,
     with_interval,
 )
 
+CARD = "README.md"
 DRAFT_TOKENS = 3  # tokens per draft in the serve command when nothing was evaluated
 
 
 def write_model_card(
-    export_dir: Path, run_info: dict[str, Any], evaluation: dict[str, Any], config: dict[str, Any]
-) -> Path:
+    export_dir: Path, run_info: dict[str, Any], evaluation: dict[str, Any], serving: dict[str, Any] | None
+) -> None:
     """Write the card into the export atomically."""
-    path = Path(export_dir) / "README.md"
-    write_text(path, model_card(run_info, evaluation, config))
-    return path
+    config = read_json(export_dir / "config.json")
+    write_text(export_dir / CARD, model_card(run_info, evaluation, config, serving))
 
 
 def model_card(
@@ -69,10 +70,9 @@ def model_card(
         evaluation=evaluation,
         results=_table(*_results(evaluation)) if evaluation else "",
         conditions=describe_conditions(evaluation) if evaluation else "",
-        speed=describe_speed(evaluation["decoding"]["timing"]) if evaluation else "",
         completions=describe_counts(evaluation["decoding"]["completions"]) if evaluation else "",
-        serving=serving,
-        served=_table(*_served(serving)) if serving else "",
+        served=_table(*speed_table(serving)) if serving else "",
+        served_how=describe_serving(serving) if serving else "",
         serve=serve_command(target, drafter, k, layout.value),
         architecture=architecture,
         layout=layout.value,
@@ -146,16 +146,6 @@ def _results(evaluation: dict[str, Any]) -> list[Sequence[str]]:
         stats = one.at(k)
         rates = ", ".join(f"{100 * rate:.0f} %" for rate in stats["absolute_acceptance"])
         rows.append((one.drafter, one.drafts, f"{one.temperature:g}", with_interval(stats), rates))
-    return rows
-
-
-def _served(serving: dict[str, Any]) -> list[Sequence[str]]:
-    rows: list[Sequence[str]] = [
-        ("concurrent users", "k", "tokens per second per user", "with the drafter", "speed-up")
-    ]
-    for row in serving["rows"]:
-        rates = [f"{row[side]['median']:.1f}" for side in ("plain", "drafter")]
-        rows.append((str(row["concurrency"]), str(row["k"]), *rates, f"{row['speedup']['median']:.2f}x"))
     return rows
 
 

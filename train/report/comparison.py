@@ -9,9 +9,9 @@ import yaml
 from matplotlib.axes import Axes
 
 from eagle31.errors import UserError
-from train.evaluation.intervals import paired_ratio
+from train.evaluation.intervals import Interval, paired_ratio
 from train.report.plots import Panel, draw_curves, ramp, save_png
-from train.report.results import Acceptance, acceptances, describe_speed, read_report, with_interval
+from train.report.results import Acceptance, acceptances, read_report, read_serving, with_interval
 from train.tables import aligned
 
 # They say where a run was, not what it did.
@@ -26,6 +26,7 @@ class Run:
     evaluation: dict[str, Any]
     info: dict[str, Any]
     metrics: list[dict[str, Any]]
+    serving: dict[str, Any] | None
     settings: dict[str, str]  # of config.yaml by dotted name
 
 
@@ -42,7 +43,8 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
             remedy = "It was not evaluated; run its recipe with stages=[evaluate,report]."
             raise UserError("RUN", directory, remedy)
         settings = dict(_leaves(yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))))
-        runs.append(Run(str(directory), known["evaluation"], known["run"], known["metrics"], settings))
+        parts = (known["evaluation"], known["run"], known["metrics"], read_serving(directory))
+        runs.append(Run(str(directory), *parts, settings))
     return runs
 
 
@@ -50,7 +52,7 @@ def why_not_comparable(run: Run, reference: Run) -> str | None:
     """Return why a run's acceptance lengths cannot be compared with the reference's; None if they can."""
     if run.info["target_fingerprint"] != reference.info["target_fingerprint"]:
         return "another target"
-    if run.evaluation["trained"]["prompts_hash"] != reference.evaluation["trained"]["prompts_hash"]:
+    if run.evaluation["trained"]["texts_hash"] != reference.evaluation["trained"]["texts_hash"]:
         return "other prompts or completions"
     return None
 
@@ -109,7 +111,7 @@ def _acceptance_rows(run: Run, reference: Run) -> dict[str, str]:
             text = with_interval(row)
             if compared and index < len(other) and other[index]["k"] == row["k"]:
                 ratio = paired_ratio(one.measured, others[one.temperature], index)
-                text += f" [{ratio.value:.2f}x, {ratio.low:.2f} to {ratio.high:.2f}]"
+                text += f" [{ratio.shown('x')}]"
             found[f"temperature {one.temperature:g}, k = {row['k']}"] = text
     return found
 
@@ -120,8 +122,11 @@ def _greedy(run: Run) -> list[Acceptance]:
 
 def _training_rows(run: Run) -> dict[str, str]:
     info = run.info
-    return {
-        "speed-up": describe_speed(run.evaluation["decoding"]["timing"]).partition(",")[0],
+    speedups = {
+        f"speed-up, users = {row['concurrency']}, k = {row['k']}": Interval(**row["speedup"]).shown("x")
+        for row in (run.serving or {"rows": []})["rows"]
+    }
+    return speedups | {
         "steps, exported": f"{info['steps']:,}, {info['best_step']:,}",
         "minutes of training": f"{_minutes(run, info['steps']):.1f}",
         "samples": f"{info['num_samples']:,}",

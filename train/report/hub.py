@@ -13,11 +13,10 @@ from data.target.checkpoint import is_hub_id
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from train.config.export import HubConfig
-from train.report.card import model_card, public_name
+from train.report.card import CARD, model_card, public_name
 from train.report.results import at_draft_length, read_report, read_serving
 
 TOKEN = "HF_TOKEN"
-CARD = "README.md"
 
 
 def check_push(hub: HubConfig, needs_token: bool = True) -> None:

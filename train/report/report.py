@@ -9,6 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from eagle31.export.layouts import Layout
 from eagle31.json_files import read_jsonl, write_json, write_text
+from train.evaluation.intervals import Interval
 from train.report.card import (
     DRAFT_TOKENS,
     describe_samples,
@@ -25,10 +26,12 @@ from train.report.results import (
     acceptances,
     at_draft_length,
     describe_conditions,
+    describe_serving,
     details,
     interval_of,
     read_report,
     read_serving,
+    speed_table,
     warnings_of,
     with_interval,
 )
@@ -68,7 +71,7 @@ def write_page(output_dir: Path) -> Path:
     """
     known = read_report(output_dir)
     metrics, evaluation, run_info = known["metrics"], known["evaluation"], known["run"]
-    best_step = run_info["best_step"]
+    best_step, serving = run_info["best_step"], read_serving(Path(output_dir))
     panels = run_panels(metrics, evaluation, best_step) | drift_panels(metrics, best_step)
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -81,7 +84,7 @@ def write_page(output_dir: Path) -> Path:
     page = environment.get_template("report.html").render(
         figures={name: (panel, svg_uri(panel)) for name, panel in panels.items()},
         evaluation=evaluation,
-        headlines=_headlines(evaluation),
+        headlines=_headlines(evaluation, serving),
         warnings=_warnings(evaluation, run_info),
         acceptance_table=acceptance_table(evaluation),
         position_table=_position_table(evaluation),
@@ -91,7 +94,8 @@ def write_page(output_dir: Path) -> Path:
         run_info=run_info,
         drift=(drift := shown_drift(metrics, best_step)),
         drift_tables=drift_tables(drift),
-        serving=read_serving(Path(output_dir)),
+        speed_table=speed_table(serving) if serving else None,
+        speed_conditions=describe_serving(serving) if serving else "",
         title=target_name(run_info),
         configuration=_configuration(run_info) + training_speed(metrics),
         total_seconds=sum(stage["seconds"] for stage in run_info["stages"]),
@@ -107,9 +111,13 @@ def write_page(output_dir: Path) -> Path:
     return path
 
 
-def format_table(evaluation: dict[str, Any], run_info: dict[str, Any]) -> str:
-    """Return the results as a table for the terminal, and the paths of export and report."""
+def format_table(
+    evaluation: dict[str, Any], run_info: dict[str, Any], serving: dict[str, Any] | None = None
+) -> str:
+    """Return the results as tables for the terminal, and the paths of export and report."""
     lines = [*aligned(acceptance_table(evaluation), text_columns=2), ""] if evaluation else []
+    if serving:
+        lines += [*aligned(speed_table(serving)), describe_serving(serving), ""]
     rows = details(evaluation) if evaluation else []
     rows += [(name, str(run_info[name])) for name in ("export", "report") if run_info.get(name)]
     for warning in _warnings(evaluation, run_info):
@@ -125,7 +133,7 @@ def _headline(evaluation: dict[str, Any]) -> str:
     return f"Acceptance length {stats['acceptance_length']:.2f} at k = {stats['k']}, temperature 0, {prompts}"
 
 
-def _headlines(evaluation: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _headlines(evaluation: dict[str, Any], serving: dict[str, Any] | None) -> list[tuple[str, str, str]]:
     """Return (number, name, comparison) of the figures at the top of the page."""
     if not evaluation:
         return []
@@ -138,12 +146,12 @@ def _headlines(evaluation: dict[str, Any]) -> list[tuple[str, str, str]]:
             untrained = at_draft_length(evaluation["untrained"], k)
             scale += f", untrained {untrained['acceptance_length']:.2f}"
         found.append((f"{stats['acceptance_length']:.2f}", f"acceptance length at k = {k}", scale))
-    timing = decoding["timing"]
-    if timing["speedup"] is None:
-        found.append(("not known", "speed-up", timing["unknown"]))
-    else:
-        note = f"median of {timing['num_prompts']} prompts, 95 % interval {interval_of(timing)}"
-        found.append((f"{timing['speedup']:.2f}×", "speed-up", note))
+    if serving:
+        first = serving["rows"][0]
+        speedup, users = Interval(**first["speedup"]), first["concurrency"]
+        name = f"speed-up in vLLM for {users} user{'s' if users > 1 else ''}, k = {first['k']}"
+        note = f"95 % interval {speedup.low:.2f} to {speedup.high:.2f}"
+        found.append((f"{speedup.value:.2f}×", name, note))
     completions = decoding["completions"]
     rest = f"{completions['num_near_tie']} near-tie, {completions['num_different']} different"
     identical = f"{completions['num_identical']}/{decoding['num_prompts']}"

@@ -6,6 +6,7 @@ from typing import Any
 
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
+from train.evaluation.intervals import Interval
 from train.tables import aligned
 
 # Greedy drafts are what vLLM makes by default, at any temperature; sampled drafts are those of the classic
@@ -88,12 +89,25 @@ def describe_counts(counts: dict[str, int]) -> str:
     return ", ".join(parts)
 
 
-def describe_speed(timing: dict[str, Any]) -> str:
-    """Return the measured speed-up in words, or why it is not known."""
-    if timing["speedup"] is None:
-        return f"not known: {timing['unknown']}"
-    rates = f"{timing['tokens_per_second']:.1f} instead of {timing['plain_tokens_per_second']:.1f}"
-    return f"{timing['speedup']:.2f}x ({interval_of(timing)}), {rates} tokens per second"
+def speed_table(numbers: dict[str, Any]) -> list[list[str]]:
+    """Return a header, and a row for each concurrency and draft length."""
+    rows = [["users", "k", "without drafter", "with it", "speed-up", "acceptance length"]]
+    for row in numbers["rows"]:
+        rates = [f"{row[side]:.1f}" for side in ("plain", "drafter")]
+        speedup = Interval(**row["speedup"]).shown("x")
+        rows.append(
+            [str(row["concurrency"]), str(row["k"]), *rates, speedup, f"{row['acceptance_length']:.2f}"]
+        )
+    return rows
+
+
+def describe_serving(numbers: dict[str, Any]) -> str:
+    """Return what the table has and its conditions, as a sentence."""
+    length = f"{'' if numbers['ignore_eos'] else 'at most '}{numbers['max_new_tokens']} tokens per completion"
+    return (
+        "Output tokens per second per user, and their quotient with its 95 % interval over prompts. "
+        f"{numbers['engine']}, {numbers['dtype']}, {numbers['device']}; temperature 0, {length}."
+    )
 
 
 def describe_conditions(evaluation: dict[str, Any]) -> str:
@@ -133,13 +147,10 @@ def acceptance_table(evaluation: dict[str, Any]) -> list[list[str]]:
 def details(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the conditions and what decoding showed, as names and values."""
     decoding = evaluation["decoding"]
-    timing = decoding["timing"]
     return [
         ("measured on", describe_conditions(evaluation)),
         ("completions, compared with target", describe_counts(decoding["completions"])),
         ("drafts, compared with replay", describe_counts(decoding["replay"])),
-        ("speed-up", describe_speed(timing)),
-        ("speed-up measured on", f"{timing['num_prompts']} prompts: {timing['how']}"),
     ]
 
 

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,15 +27,8 @@ from train.config.run import RunConfig, Stage
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.drafter.chosen import ChosenDrafter
-from train.evaluation.agreement import Texts, agreement_report
-from train.evaluation.decoding import (
-    DecodedSubset,
-    PassResults,
-    decode_in_turns,
-    decoding_report,
-    engine_name,
-    greedy_sides,
-)
+from train.evaluation.agreement import Texts, agreement_report, drafted_completions
+from train.evaluation.decoding import DecodedSubset, PassResults, decode_prompts, decoding_report, engine_name
 from train.evaluation.replay import CompletingTarget, longest_draft, packed, replay_greedily, sampling_report
 from train.evaluation.vllm import VllmEvaluation, decode_in_vllm, single_replica
 from train.report.results import at_draft_length, warnings_of
@@ -58,7 +50,7 @@ def evaluate_inputs(context: RunContext) -> dict[str, Any]:
         "seed": config.seed,
     }
     if config.target.engine is TargetEngine.vllm:
-        # vLLM's arguments change its speed, and some change numbers (dtype, quantization).
+        # Some of vLLM's arguments change numbers (dtype, quantization).
         inputs |= {"engine": config.target.engine.value, "engine_args": config.vllm.engine_args}
     elif config.evaluate.temperature is not None:
         # A sampled completion depends on the other prompts of its batch.
@@ -74,6 +66,7 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     evaluate = context.config.evaluate
     tests = load_from_disk(str(context.artifacts[Stage.answers].directory / "test"))
     prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in tests]
+    alone = [row["input_ids"][row["num_prompt_tokens"] :] for row in tests]
     store = HiddenStateStore(context.artifacts[Stage.capture].directory / "test")
     store.verify()
     passes = PassResults(directory / "passes")
@@ -87,9 +80,9 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     export = context.artifacts[Stage.export].directory / "checkpoint"
     trained = exported_drafter(export, context.target.parts.head, device, dtype)
     if decoded is None:
-        decoded, texts = decode_in_transformers(context, prompts, trained, passes)
+        decoded, texts = decode_in_transformers(context, prompts, alone, trained, passes)
     else:
-        texts = stored_texts(store, decoded)
+        texts = stored_texts(store, decoded, alone)
     replayed = replay_store(store, trained, evaluate.draft_tokens, passes, "trained")
     vocab = load_vocab(context.artifacts[Stage.vocab])
     projected = load_projected(context.artifacts[Stage.train].directory)
@@ -104,7 +97,8 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
         "trained": replayed,
         "untrained": untrained,
         "sampling": decoded.sampling,
-        "decoding": decoded.report | agreement_report(*trained, texts, decoded.dtype),
+        "decoding": decoding_report(decoded.served, evaluate.draft_tokens)
+        | agreement_report(*trained, texts, decoded.dtype),
     }
     write_json(directory / "evaluation.json", evaluation)
     for warning in warnings_of(evaluation):
@@ -148,21 +142,26 @@ def vllm_evaluation(context: RunContext, passes: Path) -> VllmEvaluation:
 
 
 def decode_in_transformers(
-    context: RunContext, prompts: Sequence[Sequence[int]], trained: Candidate, passes: PassResults
+    context: RunContext,
+    prompts: Sequence[Sequence[int]],
+    alone: Sequence[Sequence[int]],
+    trained: Candidate,
+    passes: PassResults,
 ) -> tuple[DecodedSubset, Texts]:
     """Decode the first prompts with eagle31's decoder, and replay sampled completions of all prompts."""
-    evaluate = context.config.evaluate
+    evaluate, eos = context.config.evaluate, context.target.eos_token_ids
     model = load_target(context.target.spec, context.world.device)
     modules = locate(model)
-    plain, drafted = greedy_sides(
+    chosen = prompts[: evaluate.decoded_prompts]
+    served = decode_prompts(
         TargetDecoder(model, modules, context.drafter.aux_layer_ids),
         *trained,
+        chosen,
         draft_tokens=evaluate.draft_tokens,
-        eos_token_ids=context.target.eos_token_ids,
+        max_new_tokens=evaluate.max_new_tokens,
+        eos_token_ids=eos,
+        passes=passes,
     )
-    chosen = prompts[: evaluate.decoded_prompts]
-    pairs = decode_in_turns(chosen, plain, drafted, evaluate.max_new_tokens, passes)
-
     completing = CompletingTarget(
         HiddenStateCapture(model, modules, context.drafter.aux_layer_ids),
         context.target.parts.fingerprint,
@@ -170,7 +169,6 @@ def decode_in_transformers(
     )
 
     def sample(temperature: float) -> dict[str, Any]:
-        eos = context.target.eos_token_ids
         sampling = Sampling(evaluate.max_new_tokens, eos, temperature, context.config.seed)
         completions = completing.complete(prompts, sampling, passes.directory / "sampled.jsonl")
         rows = packed(completing.samples(prompts, completions))
@@ -180,15 +178,9 @@ def decode_in_transformers(
     sampled = None
     if evaluate.temperature is not None:
         sampled = passes.run("sampling", partial(sample, evaluate.temperature))["sampling"]
-    decoded = DecodedSubset(
-        engine=engine_name(model.dtype, context.world.device),
-        report=decoding_report(pairs, evaluate.draft_tokens),
-        sampling=sampled,
-        indices=range(len(pairs)),
-        completions=[pair.completion for pair in pairs],
-        dtype=model.dtype,
-    )
-    return decoded, completing.texts(chosen, decoded.completions)
+    engine = engine_name(model.dtype, context.world.device)
+    decoded = DecodedSubset(engine, range(len(chosen)), served, sampled, model.dtype)
+    return decoded, completing.texts(chosen, drafted_completions(served, alone[: len(chosen)]))
 
 
 def replay_store(
@@ -204,17 +196,15 @@ def replay_store(
     return passes.run(name, compute)
 
 
-def stored_texts(store: HiddenStateStore, decoded: DecodedSubset) -> Texts:
+def stored_texts(store: HiddenStateStore, decoded: DecodedSubset, alone: Sequence[Sequence[int]]) -> Texts:
     """Return each completion with the stored sample of its prompt, which the target has completed alone."""
     position = {sample_id: index for index, sample_id in enumerate(store.sample_ids.tolist())}
-    texts = []
-    for index, completion in zip(decoded.indices, decoded.completions, strict=True):
-        if index in position:
-            sample = store[position[index]]
-            # In place of the text of the engine that is timed: this one has states to judge a difference by.
-            alone = sample.input_ids[int(sample.loss_mask.long().argmax()) :].tolist()
-            texts.append((sample, replace(completion, alone=alone)))
-    return texts
+    completions = drafted_completions(decoded.served, [alone[index] for index in decoded.indices])
+    return [
+        (store[position[index]], one)
+        for index, one in zip(decoded.indices, completions, strict=True)
+        if index in position
+    ]
 
 
 def exported_drafter(

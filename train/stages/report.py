@@ -11,6 +11,7 @@ from train.config.run import Stage
 from train.config.target import EMBEDDED
 from train.context import RunContext
 from train.report.card import write_model_card
+from train.report.results import read_serving
 from train.versions import git_revision, package_versions
 
 
@@ -23,9 +24,10 @@ def run_report(context: RunContext) -> str:
     run_info = describe_run(context) | {"export": context.output_dir / "export"}
     metrics = context.artifacts[Stage.train].directory / "metrics.jsonl"
     run_info["report"] = write_report(context.output_dir, metrics, evaluation, run_info)
+    serving = read_serving(context.output_dir)
     export = context.artifacts[Stage.export].directory / "checkpoint"
-    write_model_card(export, run_info, evaluation, read_json(export / "config.json"))
-    return format_table(evaluation, run_info)
+    write_model_card(export, run_info, evaluation, serving)
+    return format_table(evaluation, run_info, serving)
 
 
 def describe_run(context: RunContext) -> dict[str, Any]:

@@ -26,10 +26,8 @@ for index, job in enumerate(json.loads(Path(jobs).read_text())):
         os._exit(3)
     drafts = [[{{"position": 1, "token_ids": [4, 5], "num_accepted": 1}}] for _ in job["prompts"]]
     counters = {{"num_drafts": 1, "num_accepted": 1, "accepted_per_position": [1, 0]}}
-    decoded = {{"completions": job["prompts"], "drafts": drafts, "counters": counters,
-               "prompt_seconds": [2.0], "model_runner": "V1"}}
-    result = {{"passes": [decoded for _ in job["passes"]], "margins": [], "start_seconds": 1.0,
-              "vllm_version": "0"}}
+    decoded = {{"completions": job["prompts"], "drafts": drafts, "counters": counters, "model_runner": "V1"}}
+    result = {{"passes": [decoded for _ in job["passes"]], "vllm_version": "0"}}
     if job["name"] == "fails":
         result = {{"error": "ValueError: no such tensor", "traceback": "  File loader.py"}}
     (Path(results) / f"{{index}}.json").write_text(json.dumps(result))

@@ -50,10 +50,9 @@ def decoded(
     completions: list[list[int]],
     drafts: list[list[PlacedDraft]],
     accepted_per_position: tuple[int, ...] = (2, 2, 1),
-    seconds: float = 2.0,
 ) -> DecodedPass:
     counters = Counters(sum(map(len, drafts)), sum(accepted_per_position), accepted_per_position)
-    return DecodedPass(Served(completions, drafts), counters, (seconds,) * len(completions), "V1")
+    return DecodedPass(Served(completions, drafts), counters, "V1")
 
 
 def test_drafts_count_that_end_within_the_completion() -> None:

@@ -90,4 +90,4 @@ def decode_job(name: str, case: str, export: Path, trained: Path, amount: Amount
         max_num_seqs=amount.num_prompts,
         extra={"kv_cache_memory_bytes": KV_CACHE_BYTES},
     )
-    return DecodeJob(name, engine, prompts, amount.max_new_tokens, record_drafts=True)
+    return DecodeJob(name, engine, prompts, amount.max_new_tokens)

@@ -117,18 +117,21 @@ def by_draft_length(accepted: list[int], num_drafts: int) -> dict[str, Any]:
     return {"by_draft_length": rows, "by_prompt": {"drafts": [[num_drafts]] * 8, "accepted": [[0]] * 8}}
 
 
-def timing(**more: Any) -> dict[str, Any]:
+def serving(export: str) -> dict[str, Any]:
+    """Return serving.json of an export's directory."""
+    row = {"k": 4, "plain": 41.5, "drafter": 74.7, "acceptance_length": 2.5}
     return {
-        "how": "prompt by prompt in one process, the two sides in turns",
-        "num_prompts": 8,
-        "tokens_per_second": 90.5,
-        "plain_tokens_per_second": 50.3,
-        "speedup": 1.8,
-        "low": 1.62,
-        "high": 1.97,
-        "unknown": None,
-        "ratios": [1.8] * 8,
-    } | more
+        "engine": "vLLM 0.32.0",
+        "device": "a CPU",
+        "dtype": "float32",
+        "max_new_tokens": 64,
+        "ignore_eos": False,
+        "export": export,
+        "rows": [
+            row | {"concurrency": 1, "speedup": {"value": 1.8, "low": 1.62, "high": 1.97}},
+            row | {"concurrency": 8, "speedup": {"value": 0.9, "low": 0.81, "high": 0.98}},
+        ],
+    }
 
 
 def evaluation() -> dict[str, Any]:
@@ -156,7 +159,6 @@ def evaluation() -> dict[str, Any]:
             num_tokens=1089,
             completions=same,
             replay=same,
-            timing=timing(),
         ),
     }
 
@@ -191,7 +193,7 @@ def run_info() -> dict[str, Any]:
     }
 
 
-def acceptance(rate: float, *, seed: int = 0, prompts: str = "same") -> dict[str, Any]:
+def acceptance(rate: float, *, seed: int = 0, texts: str = "same") -> dict[str, Any]:
     """Return `trained` of an evaluation whose draft tokens are accepted with a probability.
 
     Drafts of one seed meet the same luck at every rate, as drafts of the same text do.
@@ -205,4 +207,4 @@ def acceptance(rate: float, *, seed: int = 0, prompts: str = "same") -> dict[str
         by_prompt.append(
             tuple(AcceptanceStats.from_lengths(k, [min(hit, k) for hit in hits]) for k in range(1, 9))
         )
-    return PromptAcceptance(tuple(by_prompt), prompts_hash=prompts).to_json()
+    return PromptAcceptance(tuple(by_prompt), texts_hash=texts).to_json()

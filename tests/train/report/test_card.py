@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from data.target.served import engines
-from tests.train.report.finished_run import evaluation, run_info
+from tests.train.report.finished_run import evaluation, run_info, serving
 from train.report.card import model_card, serve_command
 
 CONFIG: dict[str, Any] = {"model_type": "llama", "fc_norm": True, "norm_output": True}
@@ -61,8 +61,12 @@ def test_every_number_has_k_temperature_and_engine() -> None:
     for row in rows:  # the acceptance length is one more than the sum over the positions
         rates = [int(one) for one in re.findall(r"(\d+) %", row[4])]
         assert 1 + sum(rates) / 100 == pytest.approx(float(row[3][:4]), abs=0.02)
-    for shown in ("acceptance length at k = 4", "1.80x (1.62 to 1.97)", "7 of 8 identical", "not from vLLM"):
+    for shown in ("acceptance length at k = 4", "7 of 8 identical", "not from vLLM"):
         assert shown in card
+    assert "users" not in card
+    card = model_card(run_info(), evaluation(), CONFIG, serving("export"))
+    assert "| 1 | 4 | 41.5 | 74.7 | 1.80x (1.62 to 1.97) | 2.50 |" in card
+    assert "vLLM 0.32.0, float32, a CPU; temperature 0, at most 64 tokens per completion." in card
     engine = "vLLM 0.32.0, bfloat16, cuda, 8 at a time"
     card = model_card(run_info(), evaluation() | {"engine": engine}, CONFIG)
     assert f"decoded by {engine}" in card

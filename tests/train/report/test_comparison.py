@@ -6,19 +6,20 @@ from matplotlib.image import imread
 
 from eagle31.json_files import write_json
 from tests.runs.here import run_command
-from tests.train.report.finished_run import acceptance, evaluation, finished_metrics, run_info
+from tests.train.report.finished_run import acceptance, evaluation, finished_metrics, run_info, serving
 from train.report.comparison import comparison_lines, read_runs
 
 
-def finished(directory: Path, rate: float, *, prompts: str = "same", target: str = "files:f00d") -> Path:
+def finished(directory: Path, rate: float, *, texts: str = "same", target: str = "files:f00d") -> Path:
     """Write the report and the configuration of a run whose drafts are accepted with a probability."""
-    measured = evaluation() | {"trained": acceptance(rate, prompts=prompts), "sampling": None}
+    measured = evaluation() | {"trained": acceptance(rate, texts=texts), "sampling": None}
     info = run_info() | {"target_fingerprint": target}
     directory.mkdir(parents=True)
     config = f"drafter:\n  fc_norm: {rate > 0.6}\noutput_dir: {directory}\nseed: 0\n"
     (directory / "config.yaml").write_text(config)
     known = {"evaluation": measured, "run": info, "metrics": finished_metrics()}
     write_json(directory / "report" / "metrics.json", known)
+    write_json(directory / "report" / "serving.json", serving(str((directory / "export").resolve())))
     return directory
 
 
@@ -33,6 +34,7 @@ def test_runs_are_compared_on_the_same_prompts(tmp_path: Path) -> None:
     table = rows(comparison_lines(runs))
     assert table["drafter.fc_norm"] == ["False", "True"]
     assert not {"output_dir", "seed"} & table.keys()
+    assert table["speed-up, users = 8, k = 4"] == ["0.90x (0.81 to 0.98)"] * 2
     short, long = table["temperature 0, k = 4"]
     numbers = [float(one) for one in re.findall(r"\d+\.\d+", f"{short} {long}")]
     length, _, _, longer, low, high, ratio, ratio_low, ratio_high = numbers
@@ -42,7 +44,7 @@ def test_runs_are_compared_on_the_same_prompts(tmp_path: Path) -> None:
     assert (ratio_high - ratio_low) / ratio < (high - low) / longer
 
 
-@pytest.mark.parametrize("other", [{"prompts": "others"}, {"target": "files:beef"}])
+@pytest.mark.parametrize("other", [{"texts": "others"}, {"target": "files:beef"}])
 def test_what_cannot_be_compared_has_no_ratio(tmp_path: Path, other: dict[str, str]) -> None:
     lines = comparison_lines(
         read_runs([finished(tmp_path / "a", 0.5), finished(tmp_path / "b", 0.6, **other)])

@@ -15,6 +15,7 @@ from tests.train.report.finished_run import (
     evaluation,
     finished_metrics,
     run_info,
+    serving,
     train_metrics,
 )
 from train.report.drift import drift_tables
@@ -64,7 +65,6 @@ def test_full_report(tmp_path: Path) -> None:
         "2.53",
         "2.42 to 2.65",
         "2.80",
-        "1.80×",
         "7/8",
         "temperature 1",
         "eagle31 (transformers, float32, cpu)",
@@ -128,21 +128,8 @@ def test_curves_show_what_was_logged_as_means_of_neighbours() -> None:
 @pytest.mark.usefixtures("undrawn")
 def test_speed_in_vllm_is_shown_only_for_its_export(tmp_path: Path) -> None:
     report(tmp_path, finished_metrics(), evaluation())
-    spread = {"median": 41.5, "lowest": 40.0, "highest": 43.0}
-    row = {"concurrency": 16, "k": 4, "acceptance_length": 2.5}
-    numbers = {
-        "engine": "vLLM 0.32.0",
-        "device": "a CPU",
-        "dtype": "float32",
-        "temperature": 0,
-        "max_new_tokens": 64,
-        "ignore_eos": False,
-        "rounds": 3,
-        "rows": [row | dict.fromkeys(("plain", "drafter", "speedup"), spread)],
-    }
     for export in ("export", "another"):
-        write_json(
-            tmp_path / "report" / "serving.json", numbers | {"export": str((tmp_path / export).resolve())}
-        )
+        write_json(tmp_path / "report" / "serving.json", serving(str((tmp_path / export).resolve())))
         page = Page(write_page(tmp_path).read_text(encoding="utf-8"))
-        assert ("41.5" in page.text) == (export == "export")
+        for shown in ("1.80×", "speed-up in vLLM for 1 user, k = 4", "8 4 41.5 74.7 0.90x (0.81 to 0.98)"):
+            assert (shown in page.text) == (export == "export")
