@@ -34,11 +34,12 @@ from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for
 from train.engines.servers import server_settings
 from train.launch.doctor import check_eagle3, check_environment, check_named, check_start, check_store
+from train.plan.earlier import note_settings
 from train.plan.placement import cluster_at_hand
 from train.plan.plan import Plan, check_gpu_memory, make_plan
 from train.plan.sizes import RunSizes
 from train.plan.table import format_plan, hours_lines, work_lines
-from train.plan.work import newest_data_summary
+from train.plan.work import data_summary
 from train.report.hub import check_push, push_run
 from train.stages.answers import answers_inputs, check_answers, run_answers
 from train.stages.capture import capture_inputs, run_capture
@@ -146,6 +147,7 @@ def run_stages(context: RunContext) -> None:
             elif stage in STAGES:
                 context.reused.add(stage.value)
                 if world.is_main:
+                    note_settings(config, stage, context.artifacts[stage].directory)
                     print(f"{stage.value}: reused, {context.artifacts[stage].directory}", flush=True)
             end_engines(context, unfinished)
             if world.is_main:
@@ -220,6 +222,8 @@ def begin_stage(context: RunContext, stage: Stage) -> None:
         print(f"{stage.value}: {artifact.directory}", flush=True)
     if context.world.is_main or STAGES[stage].every_rank:
         artifact.directory.mkdir(parents=True, exist_ok=True)
+    if context.world.is_main:
+        note_settings(context.config, stage, artifact.directory)
 
 
 def conclude(context: RunContext, stage: Stage) -> None:
@@ -278,7 +282,7 @@ def quiet_libraries(world: World) -> None:
 def write_plan(context: RunContext, given: Sequence[str] = ()) -> Plan:
     """Write the plan to the output directory, with what its data is known to have."""
     data = context.artifacts.get(Stage.data)
-    summary = newest_data_summary(context.output_dir) if data is None else data.summary
+    summary = data_summary(context.config) if data is None else data.summary
     plan = make_plan(context.config, context.world, summary, given)
     write_json(context.output_dir / "plan.json", plan.to_json())
     return plan

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from data.target.modules import locate
+from eagle31.cost.flops import sum_of_depths
 from eagle31.errors import UserError
 
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
@@ -122,8 +123,33 @@ def cached_elements(config: PreTrainedConfig, num_parts: int) -> int:
         num_heads = getattr(text_config, "num_key_value_heads", text_config.num_attention_heads)
         each = head_width(config) or text_config.hidden_size // text_config.num_attention_heads
         width = 2 * max(1, num_heads // num_parts) * each
-    types = getattr(text_config, "layer_types", None) or [None] * text_config.num_hidden_layers
-    return sum(kind not in _UNCACHED_LAYERS for kind in types) * width
+    return len(_cached_layers(text_config)) * width
+
+
+def attention_flops(config: PreTrainedConfig, num_tokens: int) -> int:
+    """Return the FLOPs of attention's scores and sums over all layers, in one forward pass of a sequence.
+
+    A layer reads the keys of its sliding window, or as many as its index chooses. Linear attention is not
+    counted; other layers count as the first.
+    """
+    text_config = first_layer(config)
+    num_heads = text_config.num_attention_heads
+    value_width = head_width(config) or text_config.hidden_size // num_heads
+    key_width = value_width
+    if has_latent_attention(config):
+        key_width = text_config.qk_nope_head_dim + text_config.qk_rope_head_dim
+    windows = {"sliding_attention": getattr(text_config, "sliding_window", None)}
+    chosen = getattr(text_config, "index_topk", None)
+    pairs = sum(
+        sum_of_depths(1, num_tokens, windows.get(kind, chosen)) for kind in _cached_layers(text_config)
+    )
+    return round(2 * num_heads * (key_width + value_width) * pairs)
+
+
+def _cached_layers(text_config: PreTrainedConfig) -> list[str]:
+    """Return the kind of each layer that has keys and values of every token; full_attention if unknown."""
+    types = getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
+    return [kind for kind in types if kind not in _UNCACHED_LAYERS]
 
 
 def is_mixture(config: PreTrainedConfig) -> bool:

@@ -25,9 +25,16 @@ class PlanConfig:
     gpu_memory_gb: float | None = setting(
         None, "Memory of one GPU in 10^9 bytes for stages=[plan]. null: that of this machine's GPUs.", gt=0
     )
+    gpu_bandwidth_gb: float | None = setting(
+        None,
+        "Sustained GB/s that one GPU reads from its memory, for the hours of writing completions. null: "
+        "unknown, and only their arithmetic is counted.",
+        gt=0,
+    )
     tflops_per_gpu: float | None = setting(
         None,
         "Sustained TFLOP/s of one GPU, not its peak, for the hours of capture and training. For training, "
-        "the speed that an earlier run in the same output_dir measured takes precedence. null: unknown.",
+        "the speed of a process that an earlier run in the same output_dir measured takes precedence. null: "
+        "unknown.",
         gt=0,
     )

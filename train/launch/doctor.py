@@ -55,11 +55,11 @@ from train.config.target import EMBEDDED
 from train.config.vllm import VllmConfig
 from train.distributed import World
 from train.drafter.published import fetch_checkpoint
-from train.plan.disk import cached_repositories, disks, download_bytes, existing
+from train.plan.disk import cached_repositories, disks, download_bytes, existing, host_memory
 from train.plan.plan import make_plan
 from train.plan.sizes import RunSizes
 from train.plan.target import planned_config
-from train.plan.work import newest_data_summary
+from train.plan.work import data_summary
 from train.report.hub import check_push
 from train.tables import aligned, gigabytes
 from train.target import Target
@@ -307,7 +307,7 @@ def _plan(config: RunConfig) -> Iterator[Check]:
     """Yield whether the run fits this machine's GPUs and disks, and whether its target is or can be here."""
     sizes = RunSizes(config)
     world = World(0, 0, max(1, torch.cuda.device_count()))  # the user has not said how many processes
-    plan = make_plan(config, world, newest_data_summary(Path(config.output_dir)))
+    plan = make_plan(config, world, data_summary(config))
     way = plan.first
     reasons = [way.refusal] if way.refusal else [str(one) for one in way.shortages]
     found = f"{gigabytes(way.memory.total)} for training"
@@ -323,6 +323,8 @@ def _plan(config: RunConfig) -> Iterator[Check]:
         yield check
     for disk in disks(sizes, plan.work):
         yield Check("disk", LACKING if disk.remedy else OK, str(disk), disk.remedy)
+    if (memory := host_memory(sizes, way.cluster)).parts:
+        yield Check("host memory", LACKING if memory.remedy else OK, str(memory), memory.remedy)
     model, missing = config.target.model, download_bytes(sizes)
     if missing and constants.HF_HUB_OFFLINE:
         remedy = f"HF_HUB_OFFLINE is set: download it first (hf download {model}), or give a directory."

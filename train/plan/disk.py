@@ -1,20 +1,24 @@
-"""The disk space that a run still needs, and the space that there is."""
+"""The space on disks and the host memory that a run still needs, and what there is."""
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
+from data.capture.transport.spool import MEMORY
 from data.target.checkpoint import is_hub_id
-from eagle31.json_files import read_json
-from train.config.capture import CaptureMode
-from train.config.run import RunConfig
+from train.artifact import MANIFEST
+from train.config.capture import CaptureMode, CaptureSource, TransportKind
+from train.config.run import Stage
 from train.config.target import EMBEDDED
-from train.plan.sizes import RunSizes
+from train.plan.earlier import made_with
+from train.plan.placement import Cluster
+from train.plan.sizes import RunSizes, trainer_settings
 from train.plan.where import where_target_runs
 from train.plan.work import Work
 from train.tables import gigabytes
@@ -85,14 +89,15 @@ def _uses(sizes: RunSizes, work: Work) -> Iterator[DiskUse]:
     config = sizes.config
     capture, output_dir = config.capture, Path(config.output_dir)
     if capture.mode is CaptureMode.offline and work.store_bytes:
-        left = 0 if _has_store(config) else work.store_bytes - _bytes_below(output_dir, "artifacts/capture-*")
+        made = made_with(config, Stage.capture)
+        left = 0 if any((one / MANIFEST).exists() for one in made) else work.store_bytes - _bytes_of(made)
         smaller = "" if capture.codec == "fp8" else "capture.codec=fp8, "
         remedy = f"Set {smaller}capture.mode=online or a lower capture.max_samples, or free some space."
         yield DiskUse("the store", output_dir, left, remedy)
     # One checkpoint more than are kept, and three copies of the weights.
     kept = 4 * sizes.num_parameters * (_STATES * (config.train.keep_checkpoints + 1) + 3)
     remedy = "Lower train.keep_checkpoints, or free some space."
-    left = kept - _bytes_below(output_dir, "artifacts/train-*", "artifacts/export-*")
+    left = kept - _bytes_of(made_with(config, Stage.train) + made_with(config, Stage.export))
     yield DiskUse("checkpoints and export", output_dir, left, remedy)
     remedy = "Set HF_HOME to a directory on a larger disk."
     yield DiskUse("the target's weights", Path(constants.HF_HUB_CACHE), download_bytes(sizes), remedy)
@@ -120,18 +125,68 @@ def cached_repositories() -> dict[tuple[str, str], int]:
         return {}
 
 
-def _has_store(config: RunConfig) -> bool:
-    """Return whether a store with as many samples and the same codec is finished in the output directory."""
-    wanted = (config.capture.codec, config.capture.max_samples)
-    manifests = Path(config.output_dir).glob("artifacts/capture-*/stage.json")
-    found = (read_json(path)["inputs"] for path in manifests)
-    return any((inputs["codec"], inputs.get("max_samples")) == wanted for inputs in found)
-
-
-def _bytes_below(directory: Path, *patterns: str) -> int:
-    """Return the bytes of files that an earlier run has left."""
-    folders = (folder for pattern in patterns for folder in directory.glob(pattern))
-    paths = (
-        os.path.join(root, name) for folder in folders for root, _, names in os.walk(folder) for name in names
+def _bytes_of(directories: Iterable[Path]) -> int:
+    """Return the bytes of all files that an earlier run has left there."""
+    return sum(
+        os.lstat(os.path.join(root, name)).st_size
+        for directory in directories
+        for root, _, names in os.walk(directory)
+        for name in names
     )
-    return sum(os.lstat(path).st_size for path in paths)
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """What a run keeps in the memory of a node, and the memory that this one has."""
+
+    total_bytes: int
+    parts: dict[str, int]
+
+    @property
+    def needed_bytes(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def remedy(self) -> str:
+        """What to do; empty where it has room."""
+        if self.needed_bytes <= self.total_bytes:
+            return ""
+        return (
+            "Lower capture.spool_gb or train.row_tokens, start fewer processes, or unset "
+            "deepspeed.offload_optimizer."
+        )
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in self.parts.items())
+        return f"the host memory of a node, {gigabytes(self.total_bytes)} here, has to hold {parts}"
+
+
+def host_memory(sizes: RunSizes, cluster: Cluster) -> HostMemory:
+    """Return the host memory of one node that trains, while it trains.
+
+    Python, libraries and the states of validation are left out.
+    """
+    config, drafter, processes = sizes.config, sizes.drafter, cluster.processes_per_node
+    where, settings = where_target_runs(sizes), trainer_settings(config, cluster.num_ranks)
+    parts = {}
+    if where.spool_dir == MEMORY or config.capture.transport is TransportKind.mooncake:
+        parts["the spool"] = where.waiting_bytes
+    if not cluster.gpus_per_node:
+        parts["training"] = processes * sizes.trainer(cluster.num_ranks, "cpu").total
+        if where.online and config.capture.source is CaptureSource.hf:
+            parts["the target"] = processes * sizes.target.checkpoint_bytes
+    elif config.deepspeed.offload_optimizer:
+        parts["the optimizer"] = 4 * _STATES * sizes.num_parameters // cluster.num_nodes
+    if cluster.gpus_per_node and config.train.rollout_chunk is not None:
+        # Rows that are rolled out in chunks stay there: the one at work and the next.
+        width = (len(drafter.aux_layer_ids) + 1) * drafter.target_hidden_size
+        parts["states of rows"] = 2 * processes * settings.row_tokens * width * settings.itemsize
+    return HostMemory(host_bytes(), {name: size for name, size in parts.items() if size})
+
+
+def host_bytes() -> int:
+    """Return the bytes of memory of this machine, or of the container."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # there is no limit
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total

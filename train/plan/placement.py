@@ -18,10 +18,8 @@ from train.config.vllm import Placement
 from train.distributed import World
 from train.plan.memory import USABLE_FRACTION
 from train.plan.sizes import RunSizes
-from train.plan.target import Parallelism, ServerMemory
+from train.plan.target import ALONE_FRACTION, Parallelism, ServerMemory
 
-# Fraction of a GPU for a server that shares it with no training.
-_ALONE_FRACTION = 0.9
 # Fraction of a GPU for the target's weights in transformers; a few sequences' keys and values take the rest.
 TARGET_FRACTION = 0.85
 # A training process that waits for the server: its CUDA context and the target's embedding or head.
@@ -122,7 +120,7 @@ def _apart(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
     if cluster.gpus_per_node == 0:
         return ServerPlacement(Placement.apart, cluster.target_nodes)
     _check_gpus(config, parallel, cluster.gpus_per_node, "on a node")
-    _check_alone(sizes, cluster, parallel, _given_utilization(config) or _ALONE_FRACTION)
+    _check_alone(sizes, cluster, parallel, _given_utilization(config) or ALONE_FRACTION)
     per_node = cluster.gpus_per_node // parallel.gpus
     return ServerPlacement(Placement.apart, cluster.target_nodes * per_node, parallel.gpus)
 
@@ -144,7 +142,7 @@ def _split(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
         raise UserError("vllm.placement", config.vllm.placement.value, remedy)
     parallel = _filled(config, free)
     _check_gpus(config, parallel, free, "on a node where nothing trains")
-    fraction = _given_utilization(config) or _ALONE_FRACTION
+    fraction = _given_utilization(config) or ALONE_FRACTION
     _check_alone(sizes, cluster, parallel, fraction)
     devices = tuple(range(first, first + parallel.gpus))
     return _placement(cluster, Placement.split, parallel, devices, fraction)
@@ -156,11 +154,11 @@ def _shared(sizes: RunSizes, cluster: Cluster, online: bool) -> ServerPlacement:
     _check_gpus(config, parallel, cluster.gpus_per_node, "on a node")
     given = _given_utilization(config)
     if cluster.gpu_bytes is None:
-        fraction = given or (_ALONE_FRACTION / 2 if online else _ALONE_FRACTION - 0.1)
+        fraction = given or (ALONE_FRACTION / 2 if online else ALONE_FRACTION - 0.1)
         return _placement(cluster, Placement.shared, parallel, tuple(range(parallel.gpus)), fraction)
     gpu, server = cluster.gpu_bytes, sizes.server(parallel)
     trainer = sizes.trainer(cluster.num_ranks, "cuda").total if online else _WAITING_BYTES
-    room = int(gpu * (USABLE_FRACTION if online else _ALONE_FRACTION)) - trainer
+    room = int(gpu * (USABLE_FRACTION if online else ALONE_FRACTION)) - trainer
     smallest = server.least
     # Training's memory is an estimate: vLLM leaves it more where it needs less.
     useful = min(server.total(_USEFUL_SEQUENCES), int(room - _MARGIN * trainer)) if online else room

@@ -13,10 +13,11 @@ from data.target.served import architecture, unserved
 from eagle31.errors import UserError
 from eagle31.model.config import DrafterConfig
 from train.config.run import RunConfig, Stage
+from train.config.target import TargetEngine
 from train.distributed import World
 from train.drafter.shape import rope_kind
 from train.plan.commands import commands
-from train.plan.disk import disks
+from train.plan.disk import disks, host_memory
 from train.plan.memory import TOLERANCE, USABLE_FRACTION, TrainerMemory, TrainerSettings
 from train.plan.placement import TARGET_FRACTION, Cluster, ServerPlacement, cluster_at_hand
 from train.plan.sizes import RunSizes, trainer_settings
@@ -83,7 +84,7 @@ class Plan:
     work: Work
     optimizer: str  # its name and its peak learning rates, in words
     ways: list[Way]  # of this run; for stages=[plan], with one node and with several
-    disk: list[str]  # what has no room on this machine's disks
+    lacking: list[str]  # what has no room on this machine's disks or in its memory
     notes: list[str]
     unserved: str | None  # the engine that the export is for, if it does not serve the target
 
@@ -96,23 +97,21 @@ class Plan:
         return asdict(self)
 
 
-def make_plan(
-    config: RunConfig, world: World, data_summary: Mapping[str, Any], given: Sequence[str] = ()
-) -> Plan:
+def make_plan(config: RunConfig, world: World, summary: Mapping[str, Any], given: Sequence[str] = ()) -> Plan:
     """Return the plan from the recipe and the target's config; the drafter is built without memory.
 
     A run is planned for the GPUs that it was started on. With stages=[plan], what `plan` says of the nodes
     comes before the GPUs at hand.
 
     Args:
-        data_summary: what the data stage recorded; empty before it has run.
+        summary: what the data stage recorded; empty before it has run.
         given: the arguments of the command, which start the run that is planned.
 
     Raises:
         UserError: the recipe contradicts the target's config, or no drafter can be made from them.
     """
     sizes = RunSizes(config)
-    work = run_work(sizes, data_summary)
+    work = run_work(sizes, summary)
     if config.stages == [Stage.plan]:
         budgets = budget_works(sizes) if config.train.max_steps is None else {}
         ways = [run_way(sizes, work, one, given, budgets) for one in _planned(sizes, world)]
@@ -129,10 +128,17 @@ def make_plan(
         work=work,
         optimizer=described(config.optim, sizes.drafter),
         ways=ways,
-        disk=[f"{disk}. {disk.remedy}" for disk in disks(sizes, work) if disk.remedy] if here else [],
+        lacking=_lacking(sizes, work, ways) if here else [],
         notes=list(_notes(sizes, here)),
         unserved=unserved(architecture(sizes.target_config), config.export.layout),
     )
+
+
+def _lacking(sizes: RunSizes, work: Work, ways: Sequence[Way]) -> list[str]:
+    """Return what has no room on this machine, with remedies."""
+    way = next((way for way in ways if way.works), ways[0])
+    found = [*disks(sizes, work), host_memory(sizes, way.cluster)]
+    return [f"{one}. {one.remedy}" for one in found if one.remedy]
 
 
 def run_way(
@@ -154,7 +160,7 @@ def run_way(
             all=max(1, cluster.gpus_per_node) * (cluster.num_nodes + cluster.target_nodes),
             train=cluster.num_ranks,
             target=target.num_at_work,
-            write=target.num_at_work if writers is None else max(1, writers.gpus * writers.num_servers),
+            write=_writing_gpus(config, cluster, writers),
             at_once=target.beside_training,
         )
         hours = run_hours(config, work, gpus)
@@ -178,6 +184,13 @@ def run_way(
         shortages=shortages,
         commands=[] if given is None or not works else commands(given, where, cluster, placement),
     )
+
+
+def _writing_gpus(config: RunConfig, cluster: Cluster, writers: ServerPlacement | None) -> int:
+    """Return the GPUs that write completions. In transformers they are the first node's."""
+    if config.target.engine is TargetEngine.vllm:
+        return 1 if writers is None else max(1, writers.gpus * writers.num_servers)
+    return 1 if config.target.device_map is not None else max(1, cluster.gpus_per_node)
 
 
 def check_gpu_memory(config: RunConfig, cluster: Cluster, stages: Collection[Stage]) -> None:

@@ -22,7 +22,7 @@ def format_plan(plan: Plan) -> str:
     lines += [f"  note: {note}" for note in plan.notes]
     if plan.unserved is not None:
         lines.append(f"  WARNING: {plan.unserved}")
-    lines += [f"  DOES NOT FIT: {one}" for one in [*way.shortages, *plan.disk]]
+    lines += [f"  DOES NOT FIT: {one}" for one in [*way.shortages, *plan.lacking]]
     if way.refusal is not None:
         lines.append(f"  CANNOT WORK: {way.refusal}")
     if len(plan.ways) > 1 or way.commands:
@@ -174,7 +174,9 @@ def work_lines(work: Work) -> list[_Line]:
         ("FLOPs of training", shown(work.train_flops)),
         ("FLOPs of capture", shown(work.capture_flops)),
     ]
-    if work.regenerated_tokens:
-        generated = f"{work.regenerated_tokens:,} tokens generated"
-        lines.append(("FLOPs of regeneration", f"{shown(work.regeneration_flops)}, {generated}"))
+    if (written := work.completions) and written.tokens:
+        flops = written.prefill_flops + written.decoding_flops
+        generated = f"{written.tokens:,} tokens generated in {written.steps:,} steps"
+        lines.append(("FLOPs of regeneration", f"{shown(flops)}, {generated}"))
+        lines.append(("memory read for it", gigabytes(written.read_bytes)))
     return lines

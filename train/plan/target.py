@@ -21,13 +21,14 @@ from data.target.spec import TargetSpec
 from train.config.run import RunConfig
 from train.config.target import EMBEDDED, TargetConfig
 
+ALONE_FRACTION = 0.9  # of a GPU, for a server that shares it with no training
 _DEFAULT_BYTES = 2  # of a parameter, if the config has no dtype
 # The cache of an engine must hold one sequence of the greatest length, and four where they have fewer tokens.
 _CACHED_TOKENS, _CACHED_SEQUENCES = 65_536, 4
 # The driver, NCCL and CUDA graphs of an engine. Not measured.
 _FIXED_BYTES = 3_000_000_000
 # vLLM's defaults for a server on GPUs of 70 to 160 GiB (vllm/engine/arg_utils.py).
-_BATCHED_TOKENS, _BATCHED_SEQUENCES = 8192, 1024
+_BATCHED_TOKENS, BATCHED_SEQUENCES = 8192, 1024
 _ITEMSIZE = 2
 
 
@@ -141,7 +142,7 @@ def server_memory(
     weights = (size.checkpoint_bytes - size.expert_bytes) // parallel.tensor + experts
     width = active_intermediate_size(target_config) or text.hidden_size
     per_token = 12 * text.hidden_size + 3 * width // parallel.tensor
-    logits = 4 * text.vocab_size * _BATCHED_SEQUENCES // parallel.tensor
+    logits = 4 * text.vocab_size * BATCHED_SEQUENCES // parallel.tensor
     cached = cached_elements(text, parallel.tensor) * _ITEMSIZE
     num_states = len(config.drafter.aux_layer_ids or (0, 1, 2)) + 1
     states = num_states * text.hidden_size * _ITEMSIZE * _layers_of_a_page(text)

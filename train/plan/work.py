@@ -11,16 +11,25 @@ import torch
 from omegaconf import OmegaConf
 
 from data.store.codec import Rows, encoded_bytes
+from data.target.architecture import attention_flops, cached_elements
 from eagle31.cost.flops import StepFlops, step_flops, typical_counts
 from eagle31.json_files import read_json
+from train.artifact import MANIFEST
 from train.config.capture import CaptureMode
 from train.config.compose import RECIPES, choices
 from train.config.data import SELF
-from train.config.run import RunConfig
+from train.config.plan import PlanConfig
+from train.config.run import RunConfig, Stage
+from train.config.target import TargetEngine
+from train.plan.earlier import made_with
 from train.plan.sizes import RunSizes
+from train.plan.target import ALONE_FRACTION, BATCHED_SEQUENCES, Parallelism
 from train.plan.where import where_target_runs
 
 _HOUR = 3600
+_CACHED_BYTES = 2  # of an element of the key-value cache
+# A layer's part of a decoding step in transformers, which launches its kernels one by one. An estimate.
+_LAYER_SECONDS = 1e-3
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,28 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class Completions:
+    """What the target writes before training, its own prompts included."""
+
+    tokens: int
+    prefill_flops: int
+    decoding_flops: int
+    steps: int  # of decoding, in all engines
+    read_bytes: int  # from the GPUs' memory in these steps: the weights, and keys and values
+    overhead_seconds: float  # that these steps take whatever the GPU
+
+    def hours(self, plan: PlanConfig, num_gpus: int) -> float | None:
+        """Return the hours on so many GPUs, at least; None is unknown."""
+        if plan.tflops_per_gpu is None:
+            return None if self.tokens else 0.0
+        rate = plan.tflops_per_gpu * 1e12
+        decoding = max(self.decoding_flops / rate, self.overhead_seconds)
+        if plan.gpu_bandwidth_gb is not None:
+            decoding = max(decoding, self.read_bytes / (plan.gpu_bandwidth_gb * 1e9))
+        return (self.prefill_flops / rate + decoding) / num_gpus / _HOUR
+
+
+@dataclass(frozen=True)
 class Work:
     """The work of the full run; None is unknown."""
 
@@ -48,8 +79,7 @@ class Work:
     step_flops: StepFlops  # of one row
     train_flops: int | None
     capture_flops: int | None  # the target's forward passes
-    regenerated_tokens: int | None  # written by the target before training, its own prompts included
-    regeneration_flops: int | None  # prefill included
+    completions: Completions | None
     online: bool  # whether states go to training directly
     store_bytes: int | None  # on disk; online, of what waits at most
 
@@ -80,10 +110,10 @@ class Hours:
     read: float | None = None
 
 
-def newest_data_summary(output_dir: Path) -> dict[str, Any]:
-    """Return the summary of the newest data stage in this directory; empty if none has finished."""
-    manifests = sorted(output_dir.glob("artifacts/data-*/stage.json"), key=lambda path: path.stat().st_mtime)
-    return read_json(manifests[-1])["facts"] if manifests else {}
+def data_summary(config: RunConfig) -> dict[str, Any]:
+    """Return the summary of the data that a run with the same settings has made; empty without any."""
+    made = [path for path in made_with(config, Stage.data) if (path / MANIFEST).exists()]
+    return read_json(made[-1] / MANIFEST)["facts"] if made else {}
 
 
 def budget_works(sizes: RunSizes) -> dict[str, Work]:
@@ -94,16 +124,16 @@ def budget_works(sizes: RunSizes) -> dict[str, Work]:
     return dict(sorted(works.items(), key=lambda one: one[1].trained_tokens or 0))
 
 
-def run_work(sizes: RunSizes, data_summary: Mapping[str, Any], budget: Budget | None = None) -> Work:
+def run_work(sizes: RunSizes, summary: Mapping[str, Any], budget: Budget | None = None) -> Work:
     """Return the work of the full run.
 
     Args:
-        data_summary: what the data stage recorded; empty before it has run.
+        summary: what the data stage recorded; empty before it has run.
         budget: how much it trains on; None: what the configuration says.
     """
     config, train = sizes.config, sizes.config.train
     budget = budget or Budget.of(config)
-    tokens, tokens_from = _data_tokens(config, data_summary, budget.max_samples)
+    tokens, tokens_from = _data_tokens(config, summary, budget.max_samples)
     row_tokens = train.rows_per_step * train.row_tokens
     steps = budget.max_steps
     if steps is None and tokens is not None:
@@ -113,12 +143,10 @@ def run_work(sizes: RunSizes, data_summary: Mapping[str, Any], budget: Budget | 
     captured = trained if config.capture.mode is CaptureMode.online else tokens
     if config.capture.store is not None:
         captured = 0
+    document = _document_tokens(config)
     # A forward pass multiplies and adds once with every active parameter.
-    token_flops = 2 * sizes.target.parameters.active
-    regenerated = tokens if config.data.regenerate.enabled else 0
-    fraction = config.plan.assistant_fraction
-    prompts = config.data.self_prompts
-    prompt_tokens = prompts.num * prompts.max_new_tokens if config.data.train == SELF else 0
+    attention = attention_flops(sizes.target_config, document) / document
+    token_flops = 2 * sizes.target.parameters.active + attention
     return Work(
         tokens=tokens,
         tokens_from=tokens_from,
@@ -126,9 +154,8 @@ def run_work(sizes: RunSizes, data_summary: Mapping[str, Any], budget: Budget | 
         steps=steps,
         step_flops=flops,
         train_flops=None if trained is None else flops.total * trained // train.row_tokens,
-        capture_flops=None if captured is None else token_flops * captured,
-        regenerated_tokens=None if regenerated is None else round(regenerated * fraction) + prompt_tokens,
-        regeneration_flops=None if regenerated is None else token_flops * (regenerated + prompt_tokens),
+        capture_flops=None if captured is None else round(token_flops * captured),
+        completions=_completions(sizes, tokens, token_flops),
         online=config.capture.mode is CaptureMode.online,
         store_bytes=_store_bytes(sizes, tokens),
     )
@@ -143,11 +170,12 @@ def run_hours(config: RunConfig, work: Work, gpus: GpusAtWork) -> Hours:
 
     if rate is not None:
         how = f"{rate:g} TFLOP/s per GPU"
-    regenerate = 0.0 if work.regeneration_flops == 0 else at_rate(work.regeneration_flops, gpus.write)
+    regenerate = None if work.completions is None else work.completions.hours(config.plan, gpus.write)
     capture, train = at_rate(work.capture_flops, gpus.target), at_rate(work.train_flops, gpus.train)
     measured = _measured_rate(Path(config.output_dir))
     if measured is not None and work.trained_tokens is not None:
-        train, how = work.trained_tokens / measured / _HOUR, f"measured: {measured:,.0f} tokens/s"
+        train = work.trained_tokens / (measured * gpus.train) / _HOUR
+        how = f"measured: {measured:,.0f} tokens/s per process"
     total = gpu_tokens = None
     if regenerate is not None and capture is not None and train is not None:
         total = regenerate + (max(capture, train) if gpus.at_once else capture + train)
@@ -162,34 +190,68 @@ def run_hours(config: RunConfig, work: Work, gpus: GpusAtWork) -> Hours:
 
 
 def _measured_rate(output_dir: Path) -> float | None:
-    """Return the tokens per second over all ranks that the newest training in this directory reached."""
+    """Return the tokens per second of each rank that the newest training in this directory reached."""
     files = sorted(output_dir.glob("artifacts/train-*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
     lines = files[-1].read_text(encoding="utf-8", errors="replace").splitlines() if files else []
     for line in reversed(lines):
         with suppress(ValueError, KeyError, TypeError):  # a line that was cut
             record = json.loads(line)
             if record["kind"] == "train":
-                return float(record["tokens_per_second"])
+                return float(record["tokens_per_second"]) / record["num_ranks"]
     return None
 
 
-def _data_tokens(
-    config: RunConfig, data_summary: Mapping[str, Any], limit: int | None
-) -> tuple[int | None, str]:
+def _data_tokens(config: RunConfig, summary: Mapping[str, Any], limit: int | None) -> tuple[int | None, str]:
     """Return the tokens as measured, else as limited by the recipe."""
-    if "num_tokens" in data_summary:
-        return data_summary["num_tokens"], "measured"
+    if "num_tokens" in summary:
+        return summary["num_tokens"], "measured"
     if config.data.train == SELF:
         limit = min(limit or config.data.self_prompts.num, config.data.self_prompts.num)
     if limit is None:
         return None, "unknown before the data stage, without capture.max_samples"
-    mean = config.plan.document_tokens or config.data.max_tokens
-    return limit * mean, f"at most: {limit:,} samples of {mean:,} tokens"
+    mean = _document_tokens(config)
+    how = "at most" if config.plan.document_tokens is None else "by plan.document_tokens"
+    return limit * mean, f"{how}: {limit:,} samples of {mean:,} tokens"
+
+
+def _document_tokens(config: RunConfig) -> int:
+    return config.plan.document_tokens or config.data.max_tokens
+
+
+def _completions(sizes: RunSizes, tokens: int | None, token_flops: float) -> Completions | None:
+    config, target = sizes.config, sizes.target_config
+    if config.data.regenerate.enabled and tokens is None:
+        return None
+    regenerated, prompts = tokens or 0 if config.data.regenerate.enabled else 0, 0
+    if config.data.train == SELF:
+        prompts = config.data.self_prompts.num * config.data.self_prompts.max_new_tokens
+    fraction, document = config.plan.assistant_fraction, _document_tokens(config)
+    written = round(regenerated * fraction) + prompts
+    # What is read at the mean position of an answer that ends a document.
+    context, parallel = document * (1 - fraction / 2), Parallelism.of(config.vllm.engine_args)
+    cached, on_a_gpu = (
+        cached_elements(target, parts) * _CACHED_BYTES * context for parts in (1, parallel.tensor)
+    )
+    in_transformers = config.target.engine is TargetEngine.hf
+    layers = target.get_text_config().num_hidden_layers if in_transformers else 0
+    at_once = config.data.regenerate.batch_size if in_transformers else BATCHED_SEQUENCES
+    if not in_transformers and config.plan.gpu_memory_gb is not None:
+        room = ALONE_FRACTION * config.plan.gpu_memory_gb * 1e9 - sizes.server(parallel).total(0)
+        at_once = max(1, min(at_once, int(room / on_a_gpu)))
+    steps = -(-written // at_once)
+    return Completions(
+        tokens=written,
+        prefill_flops=round(token_flops * (regenerated + prompts - written)),
+        decoding_flops=round(token_flops * written),
+        steps=steps,
+        read_bytes=round(steps * sizes.target.checkpoint_bytes + written * cached),
+        overhead_seconds=steps * layers * _LAYER_SECONDS,
+    )
 
 
 def _row_flops(sizes: RunSizes) -> StepFlops:
     config, drafter = sizes.config, sizes.drafter
-    document_tokens = config.plan.document_tokens or config.data.max_tokens
+    document_tokens = _document_tokens(config)
     fraction = config.plan.assistant_fraction
     counts = typical_counts(
         config.train.row_tokens,

@@ -29,7 +29,10 @@ DRAFT_TOKENS = 3  # tokens per draft in the serve command when nothing was evalu
 
 
 def write_model_card(
-    export_dir: Path, run_info: dict[str, Any], evaluation: dict[str, Any], serving: dict[str, Any] | None
+    export_dir: Path,
+    run_info: dict[str, Any],
+    evaluation: dict[str, Any],
+    serving: dict[str, Any] | None = None,
 ) -> None:
     """Write the card into the export atomically."""
     config = read_json(export_dir / "config.json")

@@ -6,7 +6,6 @@ from typing import Any
 from data.target.tokenizer import tokenizer_fingerprint
 from eagle31.export.layouts import Layout, Verifier
 from eagle31.export.write import write_export
-from eagle31.json_files import read_json
 from train.config.run import Stage
 from train.context import RunContext
 from train.drafter.build import frozen_rows
@@ -57,8 +56,7 @@ def run_export(context: RunContext, directory: Path) -> dict[str, Any]:
     run_info = describe_run(context) | {"export": context.output_dir / "export"}
     if warning := untrained_warning(run_info):
         print(f"export: WARNING: {warning}", flush=True)
-    exported = read_json(directory / "checkpoint" / "config.json")
-    write_model_card(directory / "checkpoint", run_info, {}, exported)
+    write_model_card(directory / "checkpoint", run_info, {})
     return {"step": best["step"], "validation_acceptance_length": best["acceptance_length"]}
 
 

@@ -138,6 +138,7 @@ class WindowSums:
             # Without padding; validation and checkpoints are in the time.
             "tokens_per_second": float(of_ranks["num_tokens"].sum()) / seconds,
             "supervised_positions_per_second": supervised / seconds,
+            "num_ranks": world.size,
             "seconds": seconds,
             # From the rank that waited longest, because the others wait for it.
             "data_wait_seconds": float(of_ranks["waited"][slowest]),

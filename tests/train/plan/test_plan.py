@@ -1,6 +1,7 @@
 """Every recipe can be planned without its target's weights or the network, and the commands start it."""
 
 import json
+import os
 import shlex
 import socket
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import Gemma3TextConfig
 
-from data.target.architecture import active_intermediate_size
+from data.target.architecture import active_intermediate_size, attention_flops
 from data.target.served import engines
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
@@ -22,13 +23,15 @@ from train.config import compose
 from train.config.capture import CaptureSource
 from train.config.run import Stage, check
 from train.distributed import World
+from train.plan.disk import host_memory
+from train.plan.earlier import note_settings
 from train.plan.memory import USABLE_FRACTION
 from train.plan.placement import Cluster, place_servers
 from train.plan.plan import Plan, check_gpu_memory, make_plan
 from train.plan.sizes import RunSizes, planned_config
 from train.plan.table import format_plan
 from train.plan.where import where_target_runs
-from train.plan.work import newest_data_summary
+from train.plan.work import data_summary
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes" / "recipe").glob("*.yaml"))
 NAMED = [name for name in RECIPES if name != "any_target"]
@@ -82,7 +85,7 @@ def planned(recipe: str, *arguments: str) -> Plan:
     given = ["output_dir=/nothing/has/run/here", "stages=[plan]", *arguments]
     config = composed(recipe, *given)
     check(config)
-    return make_plan(config, World(0, 0, 1), newest_data_summary(Path(config.output_dir)), given)
+    return make_plan(config, World(0, 0, 1), data_summary(config), given)
 
 
 @pytest.mark.parametrize("recipe", ["kimi_k2_6", "llama3_1_8b"])
@@ -156,19 +159,18 @@ def test_the_prompts_that_a_target_writes_limit_the_samples_and_are_tokens_that_
     settings = ("data=self", "data.self_prompts.num=1000", "data.self_prompts.max_new_tokens=50")
     work = planned("qwen3_0_6b", *settings).work
     assert work.tokens == 1000 * 700
-    assert (
-        work.regenerated_tokens
-        == round(work.tokens * composed("qwen3_0_6b").plan.assistant_fraction) + 50_000
-    )
+    assert work.completions is not None
+    assert work.completions.tokens == work.tokens * composed("qwen3_0_6b").plan.assistant_fraction + 50_000
     fewer = planned("qwen3_0_6b", *settings, "capture.max_samples=100").work
     assert fewer.tokens == 100 * 700
 
 
 def test_a_target_that_is_spread_over_a_node_has_one_process_there_and_its_gpus_compute_in_turn() -> None:
-    [way] = planned("deepseek_v4_flash").ways
+    plan = planned("deepseek_v4_flash")
+    [way], flops = plan.ways, plan.work.capture_flops
     assert way.hours is not None
-    eight_write_one_epoch = way.hours.regenerate or 0
-    assert way.hours.capture == pytest.approx(2 * 8 * eight_write_one_epoch, rel=1e-3)
+    assert flops is not None
+    assert way.hours.capture == pytest.approx(flops / 250e12 / 3600)
     sizes = RunSizes(composed("deepseek_v4_flash"))
     with pytest.raises(UserError, match=r"target\.device_map=auto: .*8 processes"):
         where_target_runs(sizes).servers(replace(way.cluster, processes_per_node=8))
@@ -308,23 +310,106 @@ def test_a_target_that_does_not_fit_is_refused() -> None:
         check_gpu_memory(config, Cluster(1, 8, 8, int(141e9)), [Stage.capture, Stage.train])
 
 
-def test_a_store_that_does_not_fit_is_named_until_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+OTHERS = ["capture.max_samples=1000", "drafter.aux_layer_ids=[2,18,34]", "data.max_tokens=2048"]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("other", [None, *OTHERS])
+def test_only_a_store_of_this_run_is_room_that_it_no_longer_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool, other: str | None
 ) -> None:
     monkeypatch.setattr("train.plan.disk.free_bytes", lambda _: 10**11)  # enough for the rest
-    settings = (f"output_dir={tmp_path}", "plan.gpu_memory_gb=null", "plan.gpus_per_node=null")
-    settings += ("capture=vllm", "capture.codec=fp8", "capture.max_samples=600000", "capture.spool_gb=0.01")
-    before = planned("qwen3_8b", *settings)
-    [shortage] = before.disk
-    assert "the store" in shortage
-    assert "capture.max_samples" in shortage
+    monkeypatch.setattr("train.plan.disk.host_bytes", lambda: 10**15)
+    settings = [f"output_dir={tmp_path}", "plan.gpu_memory_gb=null", "plan.gpus_per_node=null"]
+    settings += ["capture=vllm", "capture.codec=fp8", "capture.max_samples=600000", "capture.spool_gb=0.01"]
     written = tmp_path / "artifacts" / "capture-0123"
-    written.mkdir(parents=True)
-    for max_samples, missing in ((1000, True), (600_000, False)):  # a store may be smaller than planned
-        inputs = {"codec": "fp8", "max_samples": max_samples}
-        write_json(written / "stage.json", {"inputs": inputs})
-        planned.cache_clear()
-        assert bool(planned("qwen3_8b", *settings).disk) == missing
+    note_settings(composed("qwen3_8b", *settings, *([other] if other else [])), Stage.capture, written)
+    if finished:
+        write_json(written / "stage.json", {})
+    else:
+        with (written / "shard").open("wb") as shard:
+            shard.truncate(15 * 10**12)  # more than the store will have
+    lacking = planned("qwen3_8b", *settings).lacking
+    assert bool(lacking) == (other is not None)
+    for one in lacking:
+        assert "the store" in one
+        assert "capture.max_samples" in one
+
+
+def test_the_memory_of_the_host_holds_the_spool_the_optimizer_and_rows_in_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = RunSizes(composed("llama3_1_8b", "context=long", "deepspeed.offload_optimizer=true"))
+    found = host_memory(sizes, Cluster(2, 8, 8, int(80e9)))
+    assert found.parts == {
+        "the spool": 160 * 10**9,
+        "the optimizer": 12 * sizes.num_parameters // 2,
+        # Two rows of each of eight processes, with three aux layers and the final one of 4,096 in 16 bits.
+        "states of rows": 2 * 8 * 131_072 * 4 * 4096 * 2,
+    }
+    for total, fits in ((10**12, True), (10**11, False)):
+        monkeypatch.setattr("train.plan.disk.host_bytes", lambda total=total: total)
+        assert (host_memory(sizes, Cluster(2, 8, 8, int(80e9))).remedy == "") == fits
+
+
+# Layers, heads, widths of a key and a value, and parameters that a token passes through, in 10^9.
+@pytest.mark.parametrize(
+    ("recipe", "layers", "heads", "widths", "ratio"),
+    [("llama3_1_8b", 32, 32, 128 + 128, 2.3), ("kimi_k2_6", 61, 64, 192 + 128, 2.6)],
+)
+def test_the_targets_attention_is_counted(
+    recipe: str, layers: int, heads: int, widths: int, ratio: float
+) -> None:
+    plan, tokens = planned(recipe, "context=long"), 131_072
+    of_attention = layers * 2 * heads * widths * (tokens + 1) / 2  # per token, which reads half of the keys
+    of_parameters = 2 * plan.target.parameters.active
+    assert of_attention / of_parameters == pytest.approx(ratio, abs=0.1)
+    assert plan.work.trained_tokens is not None
+    expected = plan.work.trained_tokens * (of_attention + of_parameters)
+    assert plan.work.capture_flops == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_sliding_window_limits_attention() -> None:
+    config = composed("gpt_oss_20b")
+    pairs = 12 * 1000 * 1001 // 2 + 12 * (128 * 129 // 2 + (1000 - 128) * 128)
+    assert attention_flops(planned_config(config.target), 1000) == 2 * 64 * (64 + 64) * pairs
+
+
+def test_writing_completions_takes_the_time_of_its_steps_on_one_node() -> None:
+    """50,000 samples of 700 tokens, half of them written in batches of 32."""
+    one, two = (planned("qwen3_0_6b", f"plan.num_nodes={n}", "plan.gpus_per_node=8") for n in (1, 2))
+    tokens, steps = 17_500_000, 546_875
+    keys_and_values = 28 * 2 * 8 * 128 * 2 * 700 * 3 / 4  # of the mean position, in 16 bits
+    written = one.work.completions
+    assert written is not None
+    assert (written.tokens, written.steps) == (tokens, steps)
+    assert written.read_bytes == pytest.approx(steps * 1.5e9 + tokens * keys_and_values)
+    assert written.overhead_seconds == pytest.approx(steps * 28 / 1000)
+    assert one.first.hours is not None
+    assert two.first.hours is not None
+    seconds = written.prefill_flops / 30e12 + written.overhead_seconds
+    assert one.first.hours.regenerate == two.first.hours.regenerate == pytest.approx(seconds / 8 / 3600)
+
+
+def test_vllm_writes_as_many_completions_at_a_time_as_have_room() -> None:
+    in_vllm = planned("qwen3_8b", "plan.num_nodes=1")
+    written, hours, server = in_vllm.work.completions, in_vllm.first.hours, in_vllm.first.server
+    assert written is not None
+    assert hours is not None
+    assert server is not None
+    keys_and_values = 36 * 2 * 8 * 128 * 2 * 1200 * (1 - 0.7 / 2)
+    at_once = int((0.9 * 80e9 - server.total(0)) / keys_and_values)
+    assert 256 < at_once < 1024
+    assert (written.steps, written.overhead_seconds) == (-(-written.tokens // at_once), 0)
+    assert written.read_bytes == pytest.approx(written.steps * 16.4e9 + written.tokens * keys_and_values)
+    seconds = written.prefill_flops / 250e12 + written.read_bytes / 2e12
+    assert hours.regenerate == pytest.approx(seconds / 8 / 3600)
+
+
+def test_a_number_of_tokens_is_called_a_bound_only_where_it_is_one() -> None:
+    assert planned("qwen3_0_6b").work.tokens_from == "by plan.document_tokens: 50,000 samples of 700 tokens"
+    bounded = planned("qwen3_0_6b", "plan.document_tokens=null", "data.max_tokens=1000").work
+    assert bounded.tokens_from == "at most: 50,000 samples of 1,000 tokens"
 
 
 def test_the_plan_stage_alone_writes_only_the_plan(
@@ -341,23 +426,27 @@ def test_a_drafter_that_cannot_be_exported_is_refused() -> None:
         planned("qwen3_8b", "drafter.hidden_size=1001")
 
 
-def test_tokens_are_measured_after_the_data_stage(tmp_path: Path) -> None:
-    summary = {"num_tokens": 81_920_000, "num_samples": 200_000}
-    stage = tmp_path / "artifacts" / "data-0123"
-    stage.mkdir(parents=True)
-    write_json(stage / "stage.json", {"facts": summary})
+def test_tokens_are_those_of_the_newest_data_with_the_same_settings(tmp_path: Path) -> None:
+    made = {"data-0": (80_000_000, ""), "data-1": (81_920_000, ""), "data-2": (90_000_000, "data.turns=all")}
+    for age, (name, (tokens, other)) in enumerate(made.items()):
+        directory, given = tmp_path / "artifacts" / name, [f"output_dir={tmp_path}", *filter(None, [other])]
+        note_settings(composed("kimi_k2_6", *given), Stage.data, directory)
+        os.utime(directory / "settings.json", (age, age))
+        write_json(directory / "stage.json", {"facts": {"num_tokens": tokens, "num_samples": 200_000}})
+    note_settings(composed("kimi_k2_6", f"output_dir={tmp_path}"), Stage.data, tmp_path / "artifacts/data-3")
     work = planned("kimi_k2_6", f"output_dir={tmp_path}").work
     assert (work.tokens, work.tokens_from) == (81_920_000, "measured")
     assert work.steps == 2 * 81_920_000 // (16 * 8192)
 
 
-def test_hours_come_from_a_measured_speed_if_there_is_one(tmp_path: Path) -> None:
+def test_hours_come_from_a_speed_that_was_measured_with_another_number_of_processes(tmp_path: Path) -> None:
     run = tmp_path / "artifacts" / "train-0123"
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text(
-        '{"kind": "train", "tokens_per_second": 10000}\n{"kind": "validation"}\n'
+        '{"kind": "train", "tokens_per_second": 10000, "num_ranks": 4}\n{"kind": "validation"}\n'
     )
-    found = planned("kimi_k2_6", f"output_dir={tmp_path}", "train.max_steps=1000").first.hours
+    given = (f"output_dir={tmp_path}", "train.max_steps=1000", "plan.num_nodes=1")
+    found = planned("kimi_k2_6", *given).first.hours
     assert found is not None
-    assert found.train == pytest.approx(1000 * 16 * 8192 / 10000 / 3600)
-    assert "measured" in (found.how or "")
+    assert found.train == pytest.approx(1000 * 16 * 8192 / (10000 * 8 / 4) / 3600)
+    assert "measured: 2,500 tokens/s per process" in (found.how or "")
