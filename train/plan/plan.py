@@ -17,7 +17,7 @@ from train.config.target import TargetEngine
 from train.distributed import World
 from train.drafter.shape import rope_kind
 from train.plan.commands import commands
-from train.plan.disk import disks, host_memory
+from train.plan.disk import Disk, HostMemory, disks, host_memory
 from train.plan.memory import TOLERANCE, USABLE_FRACTION, TrainerMemory, TrainerSettings
 from train.plan.placement import TARGET_FRACTION, Cluster, ServerPlacement, cluster_at_hand
 from train.plan.sizes import RunSizes, trainer_settings
@@ -137,7 +137,7 @@ def make_plan(config: RunConfig, world: World, summary: Mapping[str, Any], given
 def _lacking(sizes: RunSizes, work: Work, ways: Sequence[Way]) -> list[str]:
     """Return what has no room on this machine, with remedies."""
     way = next((way for way in ways if way.works), ways[0])
-    found = [*disks(sizes, work), host_memory(sizes, way.cluster)]
+    found: list[Disk | HostMemory] = [*disks(sizes, work), host_memory(sizes, way.cluster)]
     return [f"{one}. {one.remedy}" for one in found if one.remedy]
 
 

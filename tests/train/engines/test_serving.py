@@ -2,11 +2,14 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from data.capture.vllm.environment import SETUP, find_python
 from eagle31.errors import UserError
+from train.engines import serving_worker
 from train.engines.serving import (
     WORKER,
     DecodeJob,
@@ -77,6 +80,42 @@ def test_the_worker_needs_nothing_of_ours(tmp_path: Path) -> None:
         run_jobs([job("a")], Path(sys.executable), tmp_path / "log")
     imported = [line.split()[1] for line in WORKER.read_text().splitlines() if line.startswith("from ")]
     assert not {name.split(".")[0] for name in imported} & {"eagle31", "data", "train", "scripts"}
+
+
+class FakeEngine:
+    """An engine that writes one token of each request in its first step, and then two of five in each."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.running: dict[str, int] = {}
+        self.most = 0
+
+    def add_request(self, name: str, prompt: dict[str, Any], _: Any) -> None:
+        self.asked.append(prompt["prompt_token_ids"][0])
+        self.running[name] = -1
+        self.most = max(self.most, len(self.running))
+
+    def step(self) -> list[Any]:
+        outputs = []
+        for name, length in self.running.items():
+            self.running[name] = length + 2
+            written = SimpleNamespace(token_ids=[0] * (length + 2))
+            outputs.append(SimpleNamespace(request_id=name, outputs=[written], finished=length + 2 == 5))
+        self.running = {name: length for name, length in self.running.items() if length < 5}
+        return outputs
+
+
+def test_users_send_a_prompt_when_the_last_one_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_worker, "sampling_params", lambda *_, **__: None)
+    engine = FakeEngine()
+    found = serving_worker.closed_loop(
+        SimpleNamespace(llm_engine=engine), {"prompts": [[10], [11], [12]]}, 2, range(4, 9)
+    )
+    assert (engine.most, engine.asked) == (2, [11, 12, 10, 11, 12])
+    assert found["prompts"] == [1, 2, 0, 1, 2]
+    assert found["num_tokens"] == [5] * 5
+    assert min(found["seconds"]) > 0
+    assert (found["num_forwards"], found["num_decoded"]) == (5 * 2, 5 * 4)
 
 
 def test_a_missing_environment_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
