@@ -23,11 +23,11 @@ Event = tuple[str, int, list[int], int]
 
 def main() -> None:
     jobs_file, results = Path(sys.argv[1]), Path(sys.argv[2])
+    # The engine must be in this process: drafts are recorded from its scheduler.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for index, job in enumerate(json.loads(jobs_file.read_text())):
         print(f"=== job {index}: {job['kind']} {job['name']}", flush=True)
         try:
-            # Drafts are recorded from an engine in this process; a server's engine is in another one.
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(job["kind"] == "bench"))
             import_vllm()
             if job["kind"] == "bench":
                 result = bench(job)
