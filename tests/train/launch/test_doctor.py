@@ -75,7 +75,7 @@ def test_what_is_lacking_has_a_row_and_a_remedy(
     lacking = [check for check in json.loads(outcome.out) if check["status"] == "lacking"]
     assert all(check["remedy"] for check in lacking)
     names = {check["name"].partition(" ")[0] for check in lacking}
-    assert names == {"directories", "disk", "data.train", "server", "Hub"}
+    assert names == {"directories", "disk", "host", "data.train", "server", "Hub"}
 
 
 @pytest.mark.parametrize(
