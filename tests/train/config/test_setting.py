@@ -21,6 +21,7 @@ WORDS: dict[object, tuple[float, ...]] = {
 # Where 0 has a meaning (off, none, all, or the first); see docs/configuration.md.
 ZERO = {
     *("seed", "train.seed", "data.regenerate.temperature", "data.template_probability"),
+    "data.max_malformed_fraction",
     *("optim.warmup_fraction", "deepspeed.zero_stage", "drafter.aux_layer_ids"),
 }
 

@@ -376,10 +376,10 @@ def test_a_sliding_window_limits_attention() -> None:
 
 
 def test_writing_completions_takes_the_time_of_its_steps_on_one_node() -> None:
-    """50,000 samples of 700 tokens, half of them written in batches of 32."""
+    """20,000 samples of 700 tokens, 0.7 of which are written in batches of 32."""
     one, two = (planned("qwen3_0_6b", f"plan.num_nodes={n}", "plan.gpus_per_node=8") for n in (1, 2))
-    tokens, steps = 17_500_000, 546_875
-    keys_and_values = 28 * 2 * 8 * 128 * 2 * 700 * 3 / 4  # of the mean position, in 16 bits
+    tokens, steps = 9_800_000, 306_250
+    keys_and_values = 28 * 2 * 8 * 128 * 2 * 700 * (1 - 0.7 / 2)  # of the mean position, in 16 bits
     written = one.work.completions
     assert written is not None
     assert (written.tokens, written.steps) == (tokens, steps)
@@ -407,9 +407,9 @@ def test_vllm_writes_as_many_completions_at_a_time_as_have_room() -> None:
 
 
 def test_a_number_of_tokens_is_called_a_bound_only_where_it_is_one() -> None:
-    assert planned("qwen3_0_6b").work.tokens_from == "by plan.document_tokens: 50,000 samples of 700 tokens"
+    assert planned("qwen3_0_6b").work.tokens_from == "by plan.document_tokens: 20,000 samples of 700 tokens"
     bounded = planned("qwen3_0_6b", "plan.document_tokens=null", "data.max_tokens=1000").work
-    assert bounded.tokens_from == "at most: 50,000 samples of 1,000 tokens"
+    assert bounded.tokens_from == "at most: 20,000 samples of 1,000 tokens"
 
 
 def test_the_plan_stage_alone_writes_only_the_plan(

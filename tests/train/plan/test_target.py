@@ -42,8 +42,8 @@ def test_a_sequence_holds_keys_values_and_hidden_states() -> None:
 
 def test_regenerated_samples_are_cut_after_they_are_written() -> None:
     plain = longest_prompt(composed("qwen3_8b", "data.regenerate.enabled=false"))
-    written = ("data.regenerate.enabled=true", "data.regenerate.max_new_tokens=5000", "data.max_tokens=2048")
-    assert longest_prompt(composed("qwen3_8b", *written)) == 2048 + 5000 > plain
+    written = ("data.regenerate.enabled=true", "data.regenerate.max_new_tokens=9000", "data.max_tokens=2048")
+    assert longest_prompt(composed("qwen3_8b", *written)) == 2048 + 9000 > plain
 
 
 def test_parallelism_comes_from_the_engines_arguments() -> None:
