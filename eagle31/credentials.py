@@ -1,5 +1,6 @@
 """Finding secrets in texts that are printed or written to files."""
 
+import os
 import re
 
 HIDDEN = "(hidden)"
@@ -14,6 +15,7 @@ _ASSIGNED = re.compile(
     rf"""(?i)(?P<name>(?<!\w)(?:{_NAMES})['"]?\s*[:=]\s*)(?:'[^']*'?|"[^"]*"?|[^\s,}}\])]+)"""
 )
 _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
+_SHORTEST = 16  # characters of a secret of the environment; a shorter value may be a part of any text
 
 
 def is_secret_name(name: str) -> bool:
@@ -24,6 +26,14 @@ def is_secret_name(name: str) -> bool:
 def has_url_credentials(text: str) -> bool:
     """Return whether a text has a URL with a password or a token before its host."""
     return _IN_URL.search(text) is not None
+
+
+def has_token(text: str) -> bool:
+    """Return whether a text has a token of the Hub, or the secret of one of this process's variables."""
+    secrets = [value for name, value in os.environ.items() if is_secret_name(name)]
+    return _HUB_TOKEN.search(text) is not None or any(
+        len(one) >= _SHORTEST and one in text for one in secrets
+    )
 
 
 def without_url_credentials(text: str) -> str:

@@ -19,13 +19,14 @@ from omegaconf import DictConfig, ListConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from eagle31.credentials import HIDDEN, has_url_credentials, is_secret_name, without_credentials
+from eagle31.credentials import HIDDEN, has_token, has_url_credentials, is_secret_name, without_credentials
 from eagle31.errors import UserError
 from train.config.run import RunConfig, check, register
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 RECIPES = CHECKOUT / "recipes"
 _HOME = "~/"
+_SECRET = "A configuration is written to files; give the secret in an environment variable."
 # Mappings whose keys are not ours: groups of settings under names, and arguments for others.
 NAMED = ("data.sources",)
 FREE_FORM = (
@@ -66,7 +67,7 @@ def compose_config(arguments: Sequence[str]) -> DictConfig:
     ):
         config = compose("train", [*for_hydra(arguments), f"recipe_name={name}"])
         _expand_home(config)
-        _check_secrets(OmegaConf.to_container(config))
+        _check_secrets(OmegaConf.to_container(config, resolve=True))
     return config
 
 
@@ -209,14 +210,16 @@ def _check_secrets(value: object, field: str = "") -> None:
     """
     if isinstance(value, dict):
         for key, item in value.items():
+            _check_secrets(str(key), field)
             name = f"{field}.{key}".lstrip(".")
             if isinstance(item, str) and item and is_secret_name(str(key)):
-                remedy = "A configuration is written to files; give the secret in an environment variable."
-                raise UserError(name, HIDDEN, remedy)
+                raise UserError(name, HIDDEN, _SECRET)
             _check_secrets(item, name)
     elif isinstance(value, list):
         for item in value:
             _check_secrets(item, field)
+    elif isinstance(value, str) and has_token(value):
+        raise UserError(field, HIDDEN, _SECRET)
     elif isinstance(value, str) and has_url_credentials(value):
         remedy = (
             "A configuration is written to files, so its URLs have no credentials: a server's key belongs in "
