@@ -19,6 +19,7 @@ from data.capture.vllm.environment import check_engine_args, find_python
 from data.locks import holder, try_lock
 from data.store import DamagedShard
 from eagle31.errors import UserError
+from eagle31.export.read import check_weights
 from eagle31.export.write import check_config
 from eagle31.json_files import write_json, write_text
 from train.artifact import Artifact, check_links, link_result, remove_leftovers
@@ -209,9 +210,21 @@ def unfinished_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stag
     values = shared_values()
     if context.world.is_main:
         link_results(context)
+        if Stage.export in stages:
+            reopen_if_damaged(context.artifacts[Stage.export])
         found = [one.value for one in located if one in stages and not context.artifacts[one].finished]
         values.set(_UNFINISHED, json.dumps(found))
     return [Stage(name) for name in json.loads(read_when_set(values, _UNFINISHED))]
+
+
+def reopen_if_damaged(export: Artifact) -> None:
+    """Have a finished export written again that is not as it was written."""
+    if export.finished:
+        try:
+            check_weights(export.directory / "checkpoint")
+        except UserError as error:
+            print(f"export: {error}", flush=True)
+            export.reopen()
 
 
 def begin_stage(context: RunContext, stage: Stage) -> None:

@@ -1,5 +1,6 @@
 """Reads an exported or published checkpoint."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle31.errors import UserError
-from eagle31.export.layouts import IDS, parameter_name, read_raw_config, read_tensors
+from eagle31.export.layouts import IDS, WEIGHTS, parameter_name, read_raw_config, read_tensors
 from eagle31.export.published_config import read_config
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
@@ -91,6 +92,22 @@ def load_export(
         raw,
         read.notes,
     )
+
+
+def weights_digest(directory: Path) -> str:
+    """Return the sha256 of an export's weights, in hexadecimal digits, as config.json has it."""
+    with open(directory / WEIGHTS, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_weights(directory: Path) -> None:
+    """Raise UserError if the weights or config.json of an export that was written here are not as written."""
+    recorded = read_raw_config(directory).get("eagle31")
+    path = directory / WEIGHTS
+    same = isinstance(recorded, dict) and path.is_file()
+    if not same or recorded.get("weights_sha256") != weights_digest(directory):
+        remedy = "It is missing, or not as the export was written; the run's command writes it again."
+        raise UserError("file", path, remedy)
 
 
 def check_target(config: DrafterConfig, target: TargetDefaults) -> None:

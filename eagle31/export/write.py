@@ -14,7 +14,7 @@ from eagle31.export.config_json import config_json
 from eagle31.export.drafts import check_drafts, made_up_drafts
 from eagle31.export.layouts import WEIGHTS, Layout, Verifier, served_name
 from eagle31.export.published_config import read_config
-from eagle31.export.read import load_export
+from eagle31.export.read import load_export, weights_digest
 from eagle31.json_files import write_json
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
@@ -96,7 +96,8 @@ def write_export(
     partial.mkdir(parents=True)
     save_tensors(tensors, partial / WEIGHTS, metadata={"format": "pt"})
     raw = config_json(config, layout, dtype, verifier)
-    write_json(partial / "config.json", raw | {"eagle31": provenance | {"drafts": drafts}})
+    recorded = {"drafts": drafts, "weights_sha256": weights_digest(partial)}
+    write_json(partial / "config.json", raw | {"eagle31": provenance | recorded})
     loaded = load_export(partial, torch.device("cpu"))
     _check_read_back(loaded.drafter.config, config)
     check_drafts(drafts, loaded.drafter, loaded.embed_tokens)

@@ -67,6 +67,20 @@ def test_a_second_run_reuses_everything(
         assert f"{stage}: reused" in printed
 
 
+def test_a_damaged_export_is_written_again(
+    small_target: EmbeddedTarget, finished: tuple[Path, str], capsys: pytest.CaptureFixture
+) -> None:
+    weights = finished[0] / "export" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:5000])
+    run_here(RECIPE, *arguments(small_target, finished[0]))
+    printed = capsys.readouterr().out
+    assert "model.safetensors: It is missing, or not as the export was written" in printed
+    assert "export: done" in printed
+    assert "evaluate: reused" in printed
+    assert weights.read_bytes() == content
+
+
 def test_two_runs_cannot_share_a_directory(small_target: EmbeddedTarget, finished: tuple[Path, str]) -> None:
     with exclusive(finished[0]), pytest.raises(UserError, match="Another run is using this directory"):
         run_here(RECIPE, *arguments(small_target, finished[0]))

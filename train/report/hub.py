@@ -11,6 +11,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from data.target.checkpoint import is_hub_id
 from eagle31.errors import UserError
+from eagle31.export.read import check_weights
 from eagle31.json_files import read_json
 from train.config.export import HubConfig
 from train.report.card import CARD, model_card, public_name
@@ -63,11 +64,12 @@ def files_to_push(
     Nothing has a local path: config.json and the card name a target by its last part or `base_model`.
 
     Raises:
-        UserError: the run has no export or no report yet.
+        UserError: the run has no export or no report yet, or the export is damaged.
     """
     export = Path(output_dir) / "export"
     if not (export / "config.json").exists():
         raise UserError("OUTPUT_DIR", output_dir, "It has no export; run its recipe with stages=[export].")
+    check_weights(export)
     known = read_report(output_dir)
     run_info: dict[str, Any] = known["run"] | {"hub_id": repo_id, "license": license}
     if base_model is not None:

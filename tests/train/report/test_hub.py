@@ -61,7 +61,7 @@ def finished(tmp_path: Path) -> Path:
     """Return the output directory of a run with the files that a push reads, and some that stay."""
     write_tiny_export(tmp_path / "export", save_target_with_tokenizer(tmp_path / "target"))
     config = read_json(tmp_path / "export" / "config.json")
-    config["eagle31"] = {"target": str(tmp_path / "target")}
+    config["eagle31"]["target"] = str(tmp_path / "target")
     write_json(tmp_path / "export" / "config.json", config)
     known = {
         "evaluation": evaluation(),
@@ -147,6 +147,19 @@ def test_the_token_of_a_login_is_taken(
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
     status, _, said = push(finished, "--repo", REPO, token=None)
     assert (status, len(hub.commits)) == (0, 1), said
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:5000], lambda content: content[:-1] + b"!"])
+def test_a_damaged_export_is_not_pushed(
+    hub: Hub, push: Push, finished: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    weights = finished / "export" / "model.safetensors"
+    weights.write_bytes(damage(weights.read_bytes()))
+    for arguments in ((), ("--dry-run",)):
+        status, _, said = push(finished, "--repo", REPO, *arguments)
+        assert status == 2
+        assert f"error: file={weights}: It is missing, or not as the export was written" in said
+    assert not hub.commits
 
 
 @pytest.mark.parametrize(("refusal", "remedy"), [(403, "no write access"), (500, "Nothing was committed")])
