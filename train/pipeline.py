@@ -53,6 +53,7 @@ from train.stages.train import check_ranks, check_rows, run_train, train_inputs
 from train.stages.training.continuing import begin_training, link_results
 from train.stages.vocab import run_vocab, vocab_inputs
 from train.stop import STOPPED_FILE, Stopped
+from train.tracking import check_wandb
 from train.trainer.learning_rate import with_rates
 from train.versions import git_revision, package_versions
 
@@ -96,6 +97,8 @@ def run_pipeline(config: RunConfig, world: World, given: Sequence[str] = ()) -> 
     quiet_libraries(world)
     if world.is_main:
         check_start(config)
+        if Stage.train in config.stages:
+            check_wandb()
     with exclusive(Path(config.output_dir)) if world.is_main else nullcontext():
         if world.is_main:
             remove_leftovers(Path(config.output_dir))

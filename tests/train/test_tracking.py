@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from train.tracking import Tracker, flatten_metrics, open_tracker, wandb_mode
+from eagle31.errors import UserError
+from train.tracking import Tracker, check_wandb, flatten_metrics, open_tracker, wandb_mode
 
 SECRET = "hf_" + "a1B2" * 8
 
@@ -50,9 +51,8 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WANDB_MODE", "offline")
     directory = tmp_path / "run"
     directory.mkdir()
-    other = tracker(directory, is_main=False)
-    log_steps(other, 1, 2)
-    other.close()
+    with tracker(directory, is_main=False) as other:
+        log_steps(other, 1, 2)
     assert list(directory.iterdir()) == []
 
 
@@ -64,9 +64,8 @@ def test_a_resumed_run_continues_its_wandb_run_and_no_file_has_a_secret(
     monkeypatch.setenv("HF_TOKEN", SECRET)
     monkeypatch.setattr("sys.argv", ["train/main.py", f"hub.token={SECRET}"])
     for resume_step in (0, 3):
-        opened = tracker(tmp_path, resume_step)
-        log_steps(opened, resume_step + 1, resume_step + 5)
-        opened.close()
+        with tracker(tmp_path, resume_step) as opened:
+            log_steps(opened, resume_step + 1, resume_step + 5)
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6, 7, 8]
     run_id = json.loads((tmp_path / "wandb_run.json").read_text())["id"]
     sent = list(tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
@@ -79,12 +78,77 @@ def test_a_resumed_run_continues_its_wandb_run_and_no_file_has_a_secret(
 
 def test_wandb_is_off_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wandb_mode() == "disabled"
-    tracker(tmp_path).close()
+    with tracker(tmp_path):
+        pass
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     assert wandb_mode() == "online"
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert wandb_mode() == "disabled"
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"WANDB_MODE": "banana"}, "WANDB_MODE=banana: W&B refuses it: .*'offline'"),
+        ({"WANDB_MODE": "offline", "WANDB_PROJECT": "a/b"}, "WANDB_PROJECT=a/b: W&B refuses it: "),
+        ({"WANDB_MODE": "online"}, "WANDB_MODE=online: There is no key"),
+        ({"NETRC": "{directory}/malformed"}, "NETRC=.*/malformed: W&B reads its key there, and .*line 1"),
+    ],
+)
+def test_what_wandb_would_refuse_after_capture_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], named: str
+) -> None:
+    (tmp_path / "malformed").write_text("machine")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(directory=tmp_path))
+    with pytest.raises(UserError, match=named):
+        check_wandb()
+
+
+def test_training_goes_on_offline_where_the_server_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "0.1")
+    with tracker(tmp_path) as opened:
+        log_steps(opened, 1, 2)
+    [sent] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert b"train/depth_1/loss" in sent.read_bytes()
+    assert f"later: wandb sync {sent.parent}" in capsys.readouterr().out
+
+
+class Run:
+    """A run of W&B whose process is gone where it is `lost`."""
+
+    def __init__(self, *, lost: bool) -> None:
+        self.lost, self.exit_codes = lost, []
+
+    def log(self, _: dict[str, float]) -> None:
+        if self.lost:
+            raise ConnectionResetError("Connection lost")
+
+    def finish(self, exit_code: int) -> None:
+        self.exit_codes.append(exit_code)
+
+
+def test_an_error_of_wandb_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run = Run(lost=True)
+    with Tracker(tmp_path / "metrics.jsonl", run) as opened:
+        log_steps(opened, 1, 3)
+    assert steps(tmp_path) == [1, 2, 3]
+    assert capsys.readouterr().out.count("W&B gets nothing more") == 1
+    assert run.exit_codes == []
+
+
+def test_wandb_is_told_how_a_training_ends(tmp_path: Path) -> None:
+    run = Run(lost=False)
+    with pytest.raises(ValueError, match="diverged"), Tracker(None, run):
+        raise ValueError("diverged")
+    with Tracker(None, run):
+        pass
+    assert run.exit_codes == [1, 0]
 
 
 def test_flatten_names_depths_and_draft_lengths() -> None:

@@ -63,7 +63,7 @@ from train.plan.work import data_summary
 from train.report.hub import check_push
 from train.tables import aligned, gigabytes
 from train.target import Target
-from train.tracking import has_wandb_key, wandb_mode
+from train.tracking import check_wandb, wandb_mode
 from train.versions import missing_packages, package_versions
 
 OK, WARNING, LACKING = "ok", "warning", "lacking"
@@ -417,4 +417,5 @@ def _credentials(config: RunConfig, environment: Mapping[str, str] = os.environ)
         yield Check(KEY_VARIABLE, LACKING if remedy else OK, "not set" if remedy else "set", remedy)
     if pushes(config):
         yield _asked("Hub", lambda: check_push(config.hub), "a token for the push")
-    yield Check("W&B", OK, f"{wandb_mode()}, {'a' if has_wandb_key() else 'no'} key")
+    check = _asked("W&B", check_wandb, "")
+    yield replace(check, found=wandb_mode()) if check.status == OK else check

@@ -2,6 +2,7 @@
 
 import math
 import os
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def train_on(
         shared=shared_rows(config, drafter.config, groups),
         flops_of=row_flops(config, drafter.config) if speed.peak_flops is not None else None,
     )
-    try:
+    with closing(rows), closing(loader), tracker:
         loop = TrainingLoop(
             engine,
             rows,
@@ -132,10 +133,6 @@ def train_on(
         stop_at = time_limit(config.stop_after_minutes, os.environ, context.started)
         with stop_reasons(stop_at) as stop_reason:
             state = loop.run(stop_reason)
-    finally:
-        tracker.close()
-        loader.close()
-        rows.close()
     release_memory(engine)
     return {
         "steps": state.step,

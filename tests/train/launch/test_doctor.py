@@ -67,6 +67,7 @@ def test_what_is_lacking_has_a_row_and_a_remedy(
 ) -> None:
     (tmp_path / "kept").mkdir()
     monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "banana")
     served = (f"vllm.servers=[http://127.0.0.1:{free_port()}]", "capture=vllm_online", "capture.spool_gb=1e6")
     elsewhere = ("data.train=none.jsonl", "hub.repo_id=org/drafter", "--json")
     with protected(tmp_path / "kept"):
@@ -75,7 +76,7 @@ def test_what_is_lacking_has_a_row_and_a_remedy(
     lacking = [check for check in json.loads(outcome.out) if check["status"] == "lacking"]
     assert all(check["remedy"] for check in lacking)
     names = {check["name"].partition(" ")[0] for check in lacking}
-    assert names == {"directories", "disk", "host", "data.train", "server", "Hub"}
+    assert names == {"directories", "disk", "host", "data.train", "server", "Hub", "W&B"}
 
 
 @pytest.mark.parametrize(
