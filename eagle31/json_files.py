@@ -10,6 +10,8 @@ from typing import IO, Any
 
 from eagle31.errors import UserError
 
+_RESTORE = "restore it; what a run has written can be deleted, and the run writes it again"
+
 
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically: a reader sees the old content or the new one.
@@ -101,7 +103,7 @@ def expecting(path: Path, what: str) -> Iterator[None]:
     except UserError:
         raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        remedy = f"It is not {what} ({error!r}); restore it, or delete it to have it written again."
+        remedy = f"It is not {what} ({error!r}); {_RESTORE}."
         raise UserError("file", path, remedy) from error
 
 
@@ -164,7 +166,7 @@ def _broken(path: Path, line: int, reason: str) -> UserError:
     return UserError(
         "file",
         f"{path}:{line}",
-        f"This is not JSON ({reason}); correct it, or delete the file to have it written again.",
+        f"This is not JSON ({reason}); correct it, or {_RESTORE}.",
     )
 
 

@@ -6,13 +6,16 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset, load_from_disk
+
 from eagle31.errors import UserError
-from eagle31.json_files import read_json, write_json
+from eagle31.json_files import read_json_object, write_json
 
 MANIFEST = "stage.json"
 _STARTED = "started.json"  # when an unfinished stage was started, and how long its earlier starts took
@@ -52,12 +55,25 @@ class Artifact:
     @property
     def manifest(self) -> dict[str, Any]:
         """What `finish` wrote."""
-        return read_json(self.manifest_path)
+        with _reading(self.manifest_path, remove=self.manifest_path):
+            content = read_json_object(self.manifest_path)
+            _ = content["facts"].keys(), content["seconds"]
+            return content
 
     @property
     def summary(self) -> dict[str, Any]:
         """What the stage returned when it finished: counts and other numbers, called facts in stage.json."""
         return self.manifest["facts"]
+
+    def read(self, name: str) -> dict[str, Any]:
+        """Return the object in a JSON file of the result. Raise UserError if it is damaged."""
+        with _reading(path := self.directory / name, remove=self.directory):
+            return read_json_object(path)
+
+    def dataset(self, name: str) -> Dataset:
+        """Return a dataset of the result. Raise UserError if it is damaged."""
+        with _reading(path := self.directory / name, remove=self.directory):
+            return load_from_disk(str(path))
 
     @property
     def key(self) -> str:
@@ -68,8 +84,10 @@ class Artifact:
         """Begin a start; return the seconds of the killed ones before, each up to its last written file."""
         path, before = self.directory / _STARTED, 0.0
         if path.exists():
-            earlier = read_json(path)
-            before = earlier["before"] + max(map(_written_at, self.directory.rglob("*"))) - earlier["at"]
+            with _reading(path, remove=path):
+                earlier = read_json_object(path)
+                before = earlier["before"] - earlier["at"]
+            before += max(map(_written_at, self.directory.rglob("*")))
         write_json(path, {"before": before, "at": time.time()})
         return before
 
@@ -88,6 +106,17 @@ class Artifact:
     def reopen(self) -> None:
         """Mark the result as unfinished, so that the next run makes the part that is lost."""
         self.manifest_path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _reading(path: Path, remove: Path) -> Iterator[None]:
+    """Turn what reading a damaged file raises into a UserError with what to remove."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = error.remedy.partition(";")[0] if isinstance(error, UserError) else error
+        remedy = f"It is damaged ({reason}). Delete {remove}: the run's command makes it again."
+        raise UserError("file", path, remedy) from error
 
 
 def link_result(output_dir: Path, name: str, result: Path) -> None:

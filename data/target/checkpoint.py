@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -69,9 +70,12 @@ class Checkpoint:
             raise
         except Exception as error:
             self.check_files(texts=True)
+            reason = " ".join(str(error).split())
+            if isinstance(error, StrictDataclassError):
+                config = f"{self.path}/config.json"
+                raise UserError("target.model", config, f"transformers refuses it: {reason}") from error
             if not isinstance(error, OSError | ValueError | ImportError):
                 raise
-            reason = " ".join(str(error).split())
             raise UserError("target.model", self.model, f"The model cannot be loaded: {reason}") from error
 
     def find_file(self, name: str, local: bool = False) -> Path | None:
@@ -158,7 +162,7 @@ class Checkpoint:
             if file.is_file():
                 check_pointer(file)
                 if texts and file.suffix == ".json":
-                    _read_json(file)
+                    read_model_json(file)
         for file in self._computing_files():
             if file.suffix == ".safetensors":
                 with file.open("rb") as opened:
@@ -177,7 +181,7 @@ class Checkpoint:
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
-    content = _read_json(index)
+    content = read_model_json(index)
     if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
         raise UserError("target.model", index, "The file has no weight_map; download it again.")
     for name in content["weight_map"].values():
@@ -185,7 +189,8 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     return content["weight_map"]
 
 
-def _read_json(file: Path) -> object:
+def read_model_json(file: Path) -> object:
+    """Return the content of a model's JSON file. Raise UserError if it is damaged."""
     try:
         return read_json(file)
     except ValueError:

@@ -14,11 +14,11 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from data.target.architecture import model_class
+from data.target.checkpoint import read_model_json
 from data.target.remote_code import announce_remote_code
 from data.target.spec import TargetSpec
 from eagle31.cost.devices import computes_natively
 from eagle31.errors import UserError
-from eagle31.json_files import read_json
 from eagle31.tensor_files import check_pointer
 
 
@@ -119,5 +119,5 @@ def _load_config(spec: TargetSpec, path: Path | None) -> PreTrainedConfig:
 
 def _model_type(config_file: Path) -> str | None:
     check_pointer(config_file)
-    content = read_json(config_file)
+    content = read_model_json(config_file)
     return content.get("model_type") if isinstance(content, dict) else None

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from transformers.utils.hub import extract_commit_hash
 
+from data.target.checkpoint import read_model_json
 from data.target.spec import TargetSpec
-from eagle31.json_files import read_json
 
 
 @cache
@@ -36,7 +36,7 @@ def remote_code(spec: TargetSpec, path: Path) -> list[str]:
 
 def _classes(path: Path) -> Iterator[str]:
     """Yield the classes, as `module.Class` or `owner/repository--module.Class`."""
-    content = read_json(path)
+    content = read_model_json(path)
     entries = content.get("auto_map") if isinstance(content, dict) else None
     for value in entries.values() if isinstance(entries, dict) else ():
         for name in value if isinstance(value, list) else [value]:  # a tokenizer has two, one may be null

@@ -1,9 +1,13 @@
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from datasets import Dataset
 
+from eagle31.errors import UserError
 from train.artifact import Artifact, remove_leftovers
 
 LEFT = (
@@ -56,3 +60,28 @@ def test_killed_starts_count_up_to_their_last_file(tmp_path: Path) -> None:
     artifact.finish(130, {})
     assert artifact.manifest["seconds"] == 130
     assert [path.name for path in artifact.directory.iterdir() if path.is_file()] == ["stage.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "read", "removed"),
+    [
+        ("stage.json", b"[]", lambda artifact: artifact.summary, "stage.json"),
+        ("stage.json", b"{}", lambda artifact: artifact.summary, "stage.json"),
+        ("started.json", b"{}", Artifact.begin, "started.json"),
+        ("evaluation.json", b"[]", lambda artifact: artifact.read("evaluation.json"), "."),
+        ("evaluation.json", None, lambda artifact: artifact.read("evaluation.json"), "."),
+        ("train/data-00000-of-00001.arrow", b"cut", lambda artifact: artifact.dataset("train"), "."),
+        ("train/state.json", b"[]", lambda artifact: artifact.dataset("train"), "."),
+    ],
+)
+def test_a_damaged_file_is_named_with_what_to_delete(
+    tmp_path: Path, name: str, content: bytes | None, read: Callable[[Artifact], Any], removed: str
+) -> None:
+    artifact = Artifact.locate(tmp_path, "data", {})
+    Dataset.from_dict({"input_ids": [[1, 2]]}).save_to_disk(artifact.directory / "train")
+    if content is not None:
+        (artifact.directory / name).write_bytes(content)
+    with pytest.raises(UserError, match="It is damaged") as caught:
+        read(artifact)
+    assert caught.value.value in (artifact.directory / name, (artifact.directory / name).parent)
+    assert f"Delete {artifact.directory / removed}: the run's command" in caught.value.remedy

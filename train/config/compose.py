@@ -130,13 +130,16 @@ def for_hydra(arguments: Iterable[str]) -> list[str]:
 def _for_hydra(argument: str) -> str:
     key, equals, value = argument.lstrip("+").partition("=")
     if argument.startswith("~"):
+        if not _is_free(key.removeprefix("~")):
+            remedy = "It has no meaning without a value; only keys of free form, such as these, can be removed: "
+            raise UserError("argument", argument, f"{remedy}{', '.join(FREE_FORM)}.")
         return argument
     if not equals:
         raise UserError("argument", argument, "Write it as key=value.")
     if value.startswith(_HOME):  # Hydra's grammar has no such character outside of quotes
         value = f"'{value}'"
         argument = f"{argument.partition('=')[0]}={value}"
-    if any(key == name or key.startswith(f"{name}.") for name in FREE_FORM):
+    if _is_free(key):
         member = re.fullmatch(rf"({'|'.join(map(re.escape, NAMED))})\.([\w-]+)(?:\.(\w+))?", key)
         if member is None:
             return f"++{key}={value}"
@@ -152,14 +155,21 @@ def _for_hydra(argument: str) -> str:
     known = _known_keys()
     if not names and key not in known:
         same = [one for one in known if one.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-        remedy = _nearest(key, known, same) or "--cfg job prints the keys that exist."
+        remedy = _nearest(key, list(known), same) or "--cfg job prints the keys that exist."
         raise UserError(key, value, f"There is no such key. {remedy}")
+    if typing.get_origin(known.get(key)) is list and not value.startswith(("[", "$", "null")):
+        raise UserError(key, value, f"It is a list; write it as {key}=[{value}].")
     return argument
 
 
+def _is_free(key: str) -> bool:
+    """Return whether a key, dotted, is or belongs to a mapping whose keys are not ours."""
+    return any(key == name or key.startswith(f"{name}.") for name in FREE_FORM)
+
+
 @functools.cache
-def _known_keys() -> list[str]:
-    return sorted(dict(schema_keys()))
+def _known_keys() -> dict[str, object]:
+    return dict(sorted(schema_keys()))
 
 
 def _nearest(value: str, names: Sequence[str], others: Sequence[str] = ()) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle31.errors import UserError
-from eagle31.json_files import read_json
+from eagle31.json_files import expecting, read_json_object
 from train.evaluation.intervals import Interval
 from train.tables import aligned
 
@@ -39,13 +39,16 @@ def read_report(output_dir: Path) -> dict[str, Any]:
     path = Path(output_dir) / "report" / "metrics.json"
     if not path.exists():
         raise UserError("RUN", output_dir, "It has no report; run its recipe with stages=[report].")
-    return read_json(path)
+    with expecting(path, "a report's numbers"):
+        known = read_json_object(path)
+        _ = known["evaluation"].keys(), known["run"].keys(), known["metrics"]
+        return known
 
 
 def read_serving(output_dir: Path) -> dict[str, Any] | None:
     """Return the speed in vLLM from serving.json; None if there is none, or one of another export."""
     path = output_dir / "report" / "serving.json"
-    numbers = read_json(path) if path.exists() else {}
+    numbers = read_json_object(path) if path.exists() else {}
     return numbers if numbers.get("export") == str((output_dir / "export").resolve()) else None
 
 

@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from datasets import Dataset, load_from_disk
+from datasets import Dataset
 
 from data.generation.answers import AnswerGenerator, answer_prompts, record_batch
 from data.sampling import Sampling
 from eagle31.errors import UserError
-from eagle31.json_files import read_json
 from train.artifact import Artifact
 from train.config.run import Stage
 from train.context import RunContext
@@ -30,7 +29,7 @@ def answers_inputs(context: RunContext) -> dict[str, Any]:
 def run_answers(context: RunContext, directory: Path) -> dict[str, Any]:
     """Have the target answer the held-out prompts greedily, into `validation/` and `test/` (Arrow)."""
     config, target = context.config, context.target
-    prompts = read_json(context.artifacts[Stage.data].directory / "held_out.json")
+    prompts = context.artifacts[Stage.data].read("held_out.json")
     sampling = Sampling(config.evaluate.max_new_tokens, target.eos_token_ids, 0.0, config.seed)
     with open_generator(context) as generator:
         return {
@@ -42,7 +41,7 @@ def run_answers(context: RunContext, directory: Path) -> dict[str, Any]:
 def check_answers(answers: Artifact, k: int) -> None:
     """Raise UserError if all held-out completions are too short for a draft, before they are captured."""
     for name in HELD_OUT:
-        rows = load_from_disk(str(answers.directory / name))
+        rows = answers.dataset(name)
         longest = max(len(row["input_ids"]) - row["num_prompt_tokens"] for row in rows)
         if longest <= k:
             remedy = f"The longest of the target's {name} completions has {longest} tokens; give fewer."

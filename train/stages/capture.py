@@ -5,8 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from datasets import load_from_disk
-
 from data.capture.filling import Capture, CapturedStates, StoreSpec, fill_store
 from data.capture.hf_source import capture_samples
 from data.capture.tokens import tokens_fingerprint
@@ -70,8 +68,8 @@ SOURCE_INPUTS: dict[CaptureSource, Callable[[RunConfig], dict[str, Any]]] = {
 
 def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
     """Write stores of hidden states: `validation/`, `test/`, and `train/` if training reads that."""
-    answers = context.artifacts[Stage.answers].directory
-    datasets = {name: load_from_disk(str(answers / name)) for name in HELD_OUT}
+    answers = context.artifacts[Stage.answers]
+    datasets = {name: answers.dataset(name) for name in HELD_OUT}
     tokens = {name: tokens_fingerprint(dataset) for name, dataset in datasets.items()}
     capture, data = context.config.capture, context.artifacts[Stage.data]
     samples, tokens["train"] = training_samples(data), data.summary["tokens_fingerprint"]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import load_from_disk
 from torch import Tensor
 
 from data.capture.hf import HiddenStateCapture
@@ -64,7 +63,7 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     Each pass is in `passes/` once it is finished, and is not repeated after an interruption.
     """
     evaluate = context.config.evaluate
-    tests = load_from_disk(str(context.artifacts[Stage.answers].directory / "test"))
+    tests = context.artifacts[Stage.answers].dataset("test")
     prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in tests]
     alone = [row["input_ids"][row["num_prompt_tokens"] :] for row in tests]
     store = HiddenStateStore(context.artifacts[Stage.capture].directory / "test")

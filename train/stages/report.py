@@ -20,7 +20,7 @@ def run_report(context: RunContext) -> str:
     # Imported here: matplotlib takes a second, which the other stages need not wait for.
     from train.report.report import format_table, write_report
 
-    evaluation = read_json(context.artifacts[Stage.evaluate].directory / "evaluation.json")
+    evaluation = context.artifacts[Stage.evaluate].read("evaluation.json")
     run_info = describe_run(context) | {"export": context.output_dir / "export"}
     metrics = context.artifacts[Stage.train].directory / "metrics.jsonl"
     run_info["report"] = write_report(context.output_dir, metrics, evaluation, run_info)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from eagle31.json_files import read_json, write_json
+from eagle31.json_files import write_json
 from eagle31.model.vocab import DraftVocab, build_draft_vocab, coverage
 from eagle31.tensor_files import load_tensors, save_tensors
 from train.artifact import Artifact
@@ -75,5 +75,5 @@ def load_projected(training: Path) -> dict[str, Tensor]:
 
 def load_vocab(artifact: Artifact) -> DraftVocab:
     tensors = load_tensors(artifact.directory / VOCAB)
-    coverage = read_json(artifact.directory / "vocab.json")["coverage"]
+    coverage = artifact.read("vocab.json")["coverage"]
     return DraftVocab(tensors["d2t"], tensors["t2d"], coverage)

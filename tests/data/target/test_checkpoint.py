@@ -38,6 +38,10 @@ DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "weights, cut": ("model.safetensors", lambda content: content[:-100]),
     "weights, a header of zeros": ("model.safetensors", lambda content: bytes(200) + content[200:]),
     "config, cut": ("config.json", lambda content: content[:50]),
+    "config, of another number of layers": (
+        "config.json",
+        lambda content: json.dumps(json.loads(content) | {"layer_types": ["full_attention"] * 99}).encode(),
+    ),
     "generation config, cut": ("generation_config.json", lambda content: content[:5]),
     "index, another": ("model.safetensors.index.json", lambda content: b'{"metadata": {}}'),
 }

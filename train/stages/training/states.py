@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
-from datasets import Dataset, load_from_disk
+from datasets import Dataset
 
 from data.capture.arriving import ArrivingStates
 from data.capture.hf import HiddenStateCapture, check_head
@@ -35,7 +35,7 @@ BATCH_TOKENS = 8192  # of one forward pass in transformers, with padding: enough
 
 def training_samples(data: Artifact) -> Dataset:
     """Return the samples that the data stage has chosen."""
-    return load_from_disk(str(data.directory / "train"))
+    return data.dataset("train")
 
 
 @contextmanager
