@@ -131,7 +131,9 @@ def _for_hydra(argument: str) -> str:
     key, equals, value = argument.lstrip("+").partition("=")
     if argument.startswith("~"):
         if not _is_free(key.removeprefix("~")):
-            remedy = "It has no meaning without a value; only keys of free form, such as these, can be removed: "
+            remedy = (
+                "It has no meaning without a value; only keys of free form, such as these, can be removed: "
+            )
             raise UserError("argument", argument, f"{remedy}{', '.join(FREE_FORM)}.")
         return argument
     if not equals:
@@ -157,7 +159,7 @@ def _for_hydra(argument: str) -> str:
         same = [one for one in known if one.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
         remedy = _nearest(key, list(known), same) or "--cfg job prints the keys that exist."
         raise UserError(key, value, f"There is no such key. {remedy}")
-    if typing.get_origin(known.get(key)) is list and not value.startswith(("[", "$", "null")):
+    if "list[" in str(known.get(key)) and value[:1] not in ("[", "$", "'", '"') and value != "null":
         raise UserError(key, value, f"It is a list; write it as {key}=[{value}].")
     return argument
 
