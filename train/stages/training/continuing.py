@@ -72,6 +72,8 @@ def training_inputs(config: RunConfig, drafter: ChosenDrafter, data: Artifact) -
         "seed",
     ):
         training.pop(name)
+    if config.train.max_steps is not None:
+        training.pop("num_epochs")
     continued = {}
     if config.train.continue_from is not None:
         directory, step = _parsed(config.train.continue_from)
@@ -141,9 +143,7 @@ def _earlier(origin: str, inputs: dict[str, Any]) -> _Earlier:
         UserError: there is none.
     """
     directory, step = _parsed(origin)
-    paths = [path.parent for path in directory.glob(f"artifacts/train-*/{_BEGUN}")]
-    found = [_Earlier(path, one) for path in paths for one in saved_steps(path / CHECKPOINTS)]
-    found.sort(key=lambda one: one.checkpoint.stat().st_mtime, reverse=True)
+    found = _checkpoints(directory / "artifacts")
     if not found:
         raise UserError(_FIELD, origin, "No training there has a checkpoint yet; give an output_dir.")
     same = [one for one in found if one.inputs["fixed"] == inputs["fixed"]]
@@ -163,6 +163,13 @@ def _earlier(origin: str, inputs: dict[str, Any]) -> _Earlier:
         )
         raise UserError("train.max_steps", max_steps, remedy)
     return named[0]
+
+
+def _checkpoints(artifacts: Path) -> list[_Earlier]:
+    """Return the checkpoints of an output directory's trainings, the newest first."""
+    paths = [path.parent for path in artifacts.glob(f"train-*/{_BEGUN}")]
+    found = [_Earlier(path, one) for path in paths for one in saved_steps(path / CHECKPOINTS)]
+    return sorted(found, key=lambda one: one.checkpoint.stat().st_mtime, reverse=True)
 
 
 def _differences(before: dict[str, Any], after: dict[str, Any]) -> str:
@@ -201,6 +208,13 @@ def begin_training(context: RunContext) -> None:
     if saved_steps(directory / CHECKPOINTS):
         return
     if origin is None:
+        for other in _checkpoints(directory.parent)[:1]:
+            print(
+                f"train: starts at the first step. The training in {other.directory}, which is at step "
+                f"{other.step}, had other settings: {_differences(other.inputs, inputs)}. With those the "
+                f"command resumes it; {_FIELD}={directory.parent.parent} continues it with the new ones.",
+                flush=True,
+            )
         write_json(directory / _BEGUN, {"inputs": inputs})
         return
     earlier = _earlier(origin, inputs)

@@ -5,6 +5,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json, read_jsonl
 from tests.train.small_run import RECIPE, arguments, assert_faithful, depends_on_time
 from tests.train.torchrun import torchrun
+from train.artifact import Artifact
+from train.config.run import Stage
+from train.stages.training.continuing import begin_training
 from train.trainer.parts import load_weights
 
 WORKER = "tests/train/stages/runs_worker.py"
@@ -175,3 +179,25 @@ def test_what_cannot_be_continued_is_refused(runs: Runs, run: str, field: str, r
     assert f"refused: {field}" in runs.printed[run]
     assert remedy in runs.printed[run]
     assert not list((runs.root / "third").glob("artifacts/train-*"))
+
+
+def test_a_training_that_starts_again_names_the_newest_other_one_and_what_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    def begin(validate_every: int) -> Path:
+        inputs = {"capture": "capture-1", "train": {"validate_every": validate_every, "max_steps": 9}}
+        artifact = Artifact.locate(tmp_path / "artifacts", "train", inputs)
+        settings = SimpleNamespace(train=SimpleNamespace(continue_from=None))
+        begin_training(SimpleNamespace(artifacts={Stage.train: artifact}, config=settings))
+        return artifact.directory
+
+    first = begin(200)
+    assert capsys.readouterr().out == ""
+    (first / "checkpoints" / "step-00000008").mkdir(parents=True)
+    begin(60)
+    printed = capsys.readouterr().out
+    assert f"The training in {first}, which is at step 8" in printed
+    assert "other settings: train.validate_every: 200 -> 60. " in printed
+    assert f"train.continue_from={tmp_path} continues it" in printed
+    begin(200)
+    assert capsys.readouterr().out == ""  # it resumes
