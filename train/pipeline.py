@@ -22,7 +22,7 @@ from eagle31.errors import UserError
 from eagle31.export.read import check_weights
 from eagle31.export.write import check_config
 from eagle31.json_files import write_json, write_text
-from train.artifact import Artifact, check_links, link_result, remove_leftovers
+from train.artifact import MANIFEST, Artifact, check_links, link_result, remove_leftovers
 from train.config.run import (
     RunConfig,
     Stage,
@@ -137,9 +137,9 @@ def run_stages(context: RunContext) -> None:
                 if world.is_main or definition.every_rank:
                     try:
                         summary = definition.run(context, artifact.directory)
-                    except DamagedShard:
+                    except DamagedShard as damage:
                         # On every rank, because the launcher may end rank 0 before it gets here.
-                        context.artifacts[Stage.capture].reopen()
+                        reopen_capture(context.artifacts[Stage.capture], damage)
                         raise
                     release_memory(context)
                     seconds = time.perf_counter() - started
@@ -218,6 +218,20 @@ def unfinished_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stag
         found = [one.value for one in located if one in stages and not context.artifacts[one].finished]
         values.set(_UNFINISHED, json.dumps(found))
     return [Stage(name) for name in json.loads(read_when_set(values, _UNFINISHED))]
+
+
+def reopen_capture(capture: Artifact, damage: DamagedShard) -> None:
+    """Have a shard captured again by the next run.
+
+    Raises:
+        UserError: the states are those of another run, which this one must not change.
+    """
+    if capture.directory.is_symlink():
+        theirs = capture.directory.resolve()
+        remedy = f"It belongs to the run in {theirs.parent.parent}; that run's command captures it again, "
+        remedy += f"once you have deleted the shard and {theirs / MANIFEST}."
+        raise UserError(damage.field, damage.value, remedy) from damage
+    capture.reopen()
 
 
 def reopen_if_damaged(export: Artifact) -> None:
