@@ -36,7 +36,9 @@ def run_export(context: RunContext, directory: Path) -> dict[str, Any]:
     """
     trained = context.artifacts[Stage.train].directory
     checkpoints = CheckpointDirectory(trained / "checkpoints", 1, context.world)
-    weights, best = checkpoints.best_weights()
+    summary = context.artifacts[Stage.train].summary
+    step = summary["best_step"]
+    weights = checkpoints.best_weights(step)
     vocab = load_vocab(context.artifacts[Stage.vocab])
     config = context.drafter.config(len(vocab.d2t))
     projected = load_projected(trained)
@@ -50,14 +52,14 @@ def run_export(context: RunContext, directory: Path) -> dict[str, Any]:
         embed_tokens,
         dtype=context.config.export.dtype.value,
         layout=context.config.export.layout,
-        provenance=provenance(context.target, best["step"]),
+        provenance=provenance(context.target, step),
         verifier=verifier(context.target, context.config.evaluate.draft_tokens),
     )
     run_info = describe_run(context) | {"export": context.output_dir / "export"}
     if warning := untrained_warning(run_info):
         print(f"export: WARNING: {warning}", flush=True)
     write_model_card(directory / "checkpoint", run_info, {})
-    return {"step": best["step"], "validation_acceptance_length": best["acceptance_length"]}
+    return {"step": step, "validation_acceptance_length": summary["best_validation_acceptance_length"]}
 
 
 def provenance(target: Target, step: int) -> dict[str, Any]:

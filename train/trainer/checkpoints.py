@@ -1,8 +1,9 @@
 """Checkpoints of a training run: the newest few, and the weights with the longest acceptance length."""
 
+import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from eagle31.errors import UserError
-from eagle31.json_files import expecting, file_within, read_json, write_json
 from eagle31.tensor_files import load_tensors
 from train.distributed import World, gathered, on_main_first
 from train.trainer.engine_state import optimizer_steps, restore, saved_fragments, weight_shapes
@@ -24,6 +24,7 @@ from train.trainer.parts import (
     SavedFragment,
     SavedParts,
     check_file,
+    check_weights,
     read_checked,
     write_checked,
     write_part,
@@ -31,7 +32,6 @@ from train.trainer.parts import (
 )
 
 CHECKPOINTS = "checkpoints"  # in the directory of a training
-BEST = "best.json"
 _PIECE = 1 << 23  # elements
 
 
@@ -92,6 +92,9 @@ class _Writing:
 class CheckpointDirectory:
     """A directory with `step-00000100/` for each kept checkpoint, and `best/` for the best weights.
 
+    The best weights of the newest checkpoint stay until the next one is finished: a training that is killed
+    may find others when it resumes.
+
     A checkpoint has a file of each rank that wrote it, in the form of `train.trainer.parts`, and any
     number of ranks reads it. What is damaged is found by its checksum.
 
@@ -105,6 +108,7 @@ class CheckpointDirectory:
         self.always_kept: int | None = None  # the step of a checkpoint that no newer one replaces
         self._copies, self._writer = HostCopies(), ThreadPoolExecutor(1)
         self._writing: _Writing | None = None
+        self._finished_best: int | None = None  # the best step of the newest finished checkpoint
 
     def steps(self) -> list[int]:
         """Return the steps of the finished checkpoints, ascending."""
@@ -160,7 +164,8 @@ class CheckpointDirectory:
     def resume(self, model_engine: deepspeed.DeepSpeedEngine) -> TrainState:
         """Load the newest checkpoint that is as it was written; return a new state if there is none.
 
-        A checkpoint that is damaged is renamed, so that the run writes it again. Every rank calls.
+        A checkpoint that is damaged is renamed, so that the run writes it again. Without its best weights
+        the state has no best step, so that the run chooses again. Every rank calls.
 
         Raises:
             UserError: on every rank; all checkpoints are damaged.
@@ -170,7 +175,7 @@ class CheckpointDirectory:
             problem = next(filter(None, gathered(self._damage(self._path(step)), self.world)), None)
             if problem is None:
                 on_main_first(self.world.is_main, lambda: self._set_aside(damaged))
-                return self._load(self._path(step), model_engine)
+                return self._with_best(self._load(self._path(step), model_engine))
             damaged[step] = problem
         if damaged:
             raise UserError(
@@ -187,25 +192,49 @@ class CheckpointDirectory:
         return f"the newest checkpoint is {self._path(steps[-1])}" if steps else "there is no checkpoint yet"
 
     def save_best(self, weights: dict[str, Tensor], state: TrainState) -> None:
-        """Replace the best weights, which are float32. Rank 0 calls."""
-        best = self.root / "best"
-        file = f"drafter-{state.step:08d}.safetensors"
-        best.mkdir(parents=True, exist_ok=True)
-        partial = best / f".{file}.partial"
-        write_weights(partial, weights)
-        os.replace(partial, best / file)
-        length = state.best_acceptance_length
-        write_json(best / BEST, {"step": state.step, "acceptance_length": length, "file": file})
-        for other in best.glob("*.safetensors"):
-            if other.name != file:
-                other.unlink()
+        """Save the weights of the best step, which are float32. Rank 0 calls."""
+        assert state.best_step is not None
+        path = best_path(self.root, state.best_step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_weights(path, weights)
+        begun = None if self._writing is None else self._writing.state.best_step
+        self._keep_best({state.best_step, begun, self._finished_best})
 
-    def best_weights(self) -> tuple[dict[str, Tensor], dict]:
-        """Return the best weights, and their step and acceptance_length."""
-        best, path = self.root / "best", self.root / "best" / BEST
-        with expecting(path, "the description of the best weights"):
-            description = read_json(path)
-            return load_tensors(file_within(best, description["file"], path)), description
+    def best_weights(self, step: int) -> dict[str, Tensor]:
+        """Return the weights of the best step.
+
+        Raises:
+            UserError: they are missing or damaged.
+        """
+        path = best_path(self.root, step)
+        try:
+            check_weights(path)
+        except DamagedCheckpoint as error:
+            remedy = f"Copy it from a backup, or delete {self.root.parent / 'stage.json'}: the run's command "
+            remedy += f"then validates and exports the newest checkpoint instead of step {step}."
+            raise UserError("file", path, f"{error}. {remedy}") from None
+        return load_tensors(path)
+
+    def _with_best(self, state: TrainState) -> TrainState:
+        """Return the state, without its best step where the weights of that are gone. Every rank calls."""
+        problem = None
+        if self.world.is_main and state.best_step is not None:
+            try:
+                check_weights(best_path(self.root, state.best_step))
+            except DamagedCheckpoint as error:
+                problem = str(error)
+                print(f"train: the best weights are chosen again: {problem}", flush=True)
+        if gathered(problem, self.world)[0] is not None:
+            state = replace(state, best_step=None, best_acceptance_length=0.0)
+        self._finished_best = state.best_step
+        return state
+
+    def _keep_best(self, steps: Set[int | None], after: float = math.inf) -> None:
+        """Remove the best weights of other steps, apart from those after a step."""
+        kept = {best_path(self.root, step).stem for step in steps if step is not None}
+        for file in (self.root / "best").glob("drafter-*"):
+            if file.stem not in kept and int(file.stem.removeprefix("drafter-")) <= after:
+                file.unlink()
 
     def _publish(self, state: TrainState, manifest: dict[str, Any]) -> None:
         """Give a checkpoint its name once all its files are on disk, and drop those that it replaces."""
@@ -215,6 +244,8 @@ class CheckpointDirectory:
         shutil.rmtree(self._damaged(final), ignore_errors=True)
         os.replace(partial_path, final)
         sync_directory(self.root)
+        self._finished_best = state.best_step
+        self._keep_best({state.best_step}, after=state.step)
         for step in self.steps()[: -self.keep]:
             if step != self.always_kept:
                 # Renamed first, so that nobody finds a part of it.
@@ -258,6 +289,11 @@ class CheckpointDirectory:
 
     def _path(self, step: int) -> Path:
         return self.root / f"step-{step:08d}"
+
+
+def best_path(checkpoints: Path, step: int) -> Path:
+    """Return the file of the weights of a best step; a file next to it has their checksum."""
+    return checkpoints / "best" / f"drafter-{step:08d}.safetensors"
 
 
 def saved_steps(checkpoints: Path) -> list[int]:

@@ -78,14 +78,28 @@ def write_part(path: Path, fragments: Sequence[SavedFragment]) -> dict[str, int]
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write whole float32 tensors into a safetensors file that any reader of that format reads."""
-    with open(path, "wb") as file:
-        file.write(_encoded(_entries([(n, list(t.shape), t.numel()) for n, t in weights.items()])))
+    """Write whole float32 tensors into a safetensors file that any reader of that format reads.
+
+    Its size and checksum are in a JSON file next to it, for `check_weights`.
+    """
+    head = _encoded(_entries([(name, list(one.shape), one.numel()) for name, one in weights.items()]))
+    size, checksum, partial = len(head), zlib.crc32(head), path.with_name(f".{path.name}.partial")
+    with open(partial, "wb") as file:
+        file.write(head)
         for tensor in weights.values():
             assert tensor.dtype == torch.float32
-            file.write(_bytes_of(tensor.detach().cpu().contiguous().view(-1)))
+            content = _bytes_of(tensor.detach().cpu().contiguous().view(-1))
+            file.write(content)
+            size, checksum = size + len(content), zlib.crc32(content, checksum)
         file.flush()
         os.fsync(file.fileno())
+    os.replace(partial, path)
+    write_checked(path.with_suffix(".json"), {"file": {"bytes": size, _CHECKSUM: checksum}})
+
+
+def check_weights(path: Path) -> None:
+    """Raise DamagedCheckpoint if a file of `write_weights` is missing or not as it was written."""
+    check_file(path, read_checked(path.with_suffix(".json"))["file"])
 
 
 def write_checked(path: Path, values: Mapping[str, Any]) -> None:

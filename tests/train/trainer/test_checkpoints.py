@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from eagle31.errors import UserError
 from train.distributed import World
 from train.stop import Stopped
 from train.trainer.checkpoints import CheckpointDirectory, HostCopies, TrainState
@@ -116,6 +117,40 @@ def test_the_newest_and_one_other_are_kept(tmp_path: Path) -> None:
     assert [*found, saved.steps()] == [[], [1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5]]
     idle(saved)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def best_files(directory: Path) -> list[str]:
+    return sorted(path.name[8:] for path in (directory / "best").iterdir())
+
+
+def test_the_best_weights_of_the_newest_checkpoint_outlive_a_kill(tmp_path: Path) -> None:
+    """Two validations after it find better ones, and the training that resumes does not."""
+    saved, engine, at_2 = CheckpointDirectory(tmp_path, 2, WORLD), Engine(), {"w": torch.ones(3)}
+    saved.save_best(at_2, TrainState(2, best_step=2))
+    saved.save(engine, TrainState(2, best_step=2))  # type: ignore[arg-type]
+    saved.finish()
+    for step in (3, 4):
+        saved.save_best({"w": torch.zeros(3)}, TrainState(step, best_step=step))
+    names = [f"{step:08d}.{suffix}" for step in (2, 4) for suffix in ("json", "safetensors")]
+    assert best_files(tmp_path) == names
+    resumed = CheckpointDirectory(tmp_path, 2, WORLD)
+    assert resumed.resume(engine).best_step == 2  # type: ignore[arg-type]
+    assert torch.equal(resumed.best_weights(2)["w"], at_2["w"])
+    resumed.save(engine, TrainState(5, best_step=2))  # type: ignore[arg-type]
+    resumed.finish()
+    assert best_files(tmp_path) == names[:2]
+
+
+def test_damaged_best_weights_are_named_and_chosen_again(tmp_path: Path) -> None:
+    saved, engine = CheckpointDirectory(tmp_path / "checkpoints", 2, WORLD), Engine()
+    saved.save_best({"w": torch.ones(3)}, TrainState(2, best_step=2))
+    saved.save(engine, TrainState(2, best_step=2))  # type: ignore[arg-type]
+    saved.finish()
+    file = tmp_path / "checkpoints" / "best" / "drafter-00000002.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    with pytest.raises(UserError, match=f"{file}.*delete {tmp_path / 'stage.json'}: the run's command then"):
+        saved.best_weights(2)
+    assert saved.resume(engine).best_step is None  # type: ignore[arg-type]
 
 
 def fail(path: Path, _: Any) -> dict[str, int]:

@@ -14,14 +14,14 @@ from typing import Any
 
 from data.target.tokenizer import tokenizer_fingerprint
 from eagle31.errors import UserError
-from eagle31.json_files import file_within, read_json, read_jsonl, write_json, write_jsonl
+from eagle31.json_files import read_json, read_jsonl, write_json, write_jsonl
 from train.artifact import Artifact, fingerprint
 from train.config.run import RunConfig, Stage, training_seed
 from train.config.training import OptimConfig
 from train.context import RunContext
 from train.drafter.chosen import ChosenDrafter
 from train.engines.inputs import target_inputs
-from train.trainer.checkpoints import BEST, CHECKPOINTS, TrainState, saved_steps
+from train.trainer.checkpoints import CHECKPOINTS, TrainState, best_path, saved_steps
 from train.trainer.learning_rate import with_rates
 from train.trainer.parts import MANIFEST, STATE, DamagedCheckpoint, check_file, read_checked, write_checked
 
@@ -242,7 +242,7 @@ def _take_over(earlier: _Earlier, directory: Path) -> None:
         check_file(earlier.checkpoint / file, entry)
     shutil.copytree(earlier.checkpoint, partial, copy_function=_link)
     shutil.rmtree(checkpoints / "best", ignore_errors=True)
-    if not _take_over_best(earlier, state["best_step"], checkpoints / "best"):
+    if not _take_over_best(earlier, state["best_step"], checkpoints):
         state["best_step"] = None  # the first validation chooses one
     (partial / STATE).unlink()  # the link, not the earlier training's file
     write_checked(partial / STATE, state | {"continued_at": earlier.step})
@@ -252,19 +252,17 @@ def _take_over(earlier: _Earlier, directory: Path) -> None:
     os.replace(partial, checkpoints / earlier.checkpoint.name)
 
 
-def _take_over_best(earlier: _Earlier, best_step: int | None, best: Path) -> bool:
+def _take_over_best(earlier: _Earlier, best_step: int | None, checkpoints: Path) -> bool:
     """Link the best weights up to the checkpoint; return False if a later step has replaced them."""
-    theirs = earlier.directory / CHECKPOINTS / "best"
+    if best_step is None:
+        return False
+    theirs, ours = (best_path(one, best_step) for one in (earlier.directory / CHECKPOINTS, checkpoints))
+    ours.parent.mkdir(parents=True)
     try:
-        description = read_json(theirs / BEST)
-        if description["step"] != best_step:
-            return False
-        best.mkdir(parents=True)
-        name = description["file"]
-        _link(str(file_within(theirs, name, theirs / BEST)), str(best / name))
+        for suffix in (".safetensors", ".json"):
+            _link(str(theirs.with_suffix(suffix)), str(ours.with_suffix(suffix)))
     except FileNotFoundError:
         return False
-    write_json(best / BEST, description)
     return True
 
 
