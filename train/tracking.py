@@ -88,13 +88,12 @@ def check_wandb() -> None:
     if mode == "disabled":
         return
     import wandb  # takes seconds, which other ranks and runs without W&B should not spend
-    from pydantic import ValidationError
 
     for name in sorted(name for name in os.environ if name.startswith("WANDB_")):
         try:
             wandb.Settings().update_from_env_vars({name: os.environ[name]})
-        except (ValidationError, wandb.Error) as error:
-            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        except (ValueError, wandb.Error) as error:
+            reason = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
             raise UserError(name, os.environ[name], f"W&B refuses it: {reason}. {_REMEDY}") from None
     if mode == "online" and not has_wandb_key():
         remedy = "There is no key: set WANDB_API_KEY, or run `wandb login`, or set another mode."

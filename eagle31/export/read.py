@@ -104,8 +104,8 @@ def check_weights(directory: Path) -> None:
     """Raise UserError if the weights or config.json of an export that was written here are not as written."""
     recorded = read_raw_config(directory).get("eagle31")
     path = directory / WEIGHTS
-    same = isinstance(recorded, dict) and path.is_file()
-    if not same or recorded.get("weights_sha256") != weights_digest(directory):
+    digest = recorded.get("weights_sha256") if isinstance(recorded, dict) else None
+    if not path.is_file() or digest != weights_digest(directory):
         remedy = "It is missing, or not as the export was written; the run's command writes it again."
         raise UserError("file", path, remedy)
 
