@@ -1,10 +1,12 @@
 """The processes of a run: ranks, what they know of each other, and waiting without a process group."""
 
 import json
+import math
 import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -21,6 +23,9 @@ from eagle31.errors import UserError
 from eagle31.kernels.packed_attention import take_flash_attention_3
 
 POLL_SECONDS = 0.5
+WAIT_SECONDS = 7200.0  # for what the other ranks do before there is a process group
+_LONGEST_PAUSE = 5.0
+_FAILURE = "failure"  # a value that the ranks share
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _STORE_SECONDS = 60.0  # time to reach torchrun's store
 
@@ -95,10 +100,34 @@ def shared_values() -> dist.Store:
     return dist.PrefixStore(f"eagle31/{attempt}", store)
 
 
+def post_failure(error: Exception, world: World) -> None:
+    """Tell the other processes, which may wait for this one, what ends it. The first failure counts."""
+    with suppress(RuntimeError):  # the store ends with the process that serves it
+        if world.size > 1 and not shared_values().check([_FAILURE]):
+            rank = f"rank {world.rank} on {socket.gethostname()}"
+            shared_values().set(_FAILURE, json.dumps([rank, type(error).__name__, str(error)]))
+
+
+def _wait_until(done: Callable[[], bool], limit_seconds: float, what: str) -> None:
+    """Block until `done`, asked ever more rarely.
+
+    Raises:
+        UserError: another process has failed, or it takes longer than the limit.
+    """
+    started, pause = time.monotonic(), POLL_SECONDS / 32
+    while not done():
+        if shared_values().check([_FAILURE]):
+            raise UserError(*json.loads(shared_values().get(_FAILURE)))
+        if time.monotonic() - started > limit_seconds:
+            remedy = "Another process of this run is lost or hangs; see what its node printed."
+            raise UserError(what, f"not there after {limit_seconds:.0f} s", remedy)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
 def read_when_set(values: dist.Store, name: str) -> str:
-    """Return a value once another process has set it. torchrun ends this process if that one fails."""
-    while not values.check([name]):
-        time.sleep(POLL_SECONDS)
+    """Return a value once another process has set it. Raises what `wait_for_ranks` does."""
+    _wait_until(lambda: values.check([name]), WAIT_SECONDS, name)
     return values.get(name).decode()
 
 
@@ -122,25 +151,25 @@ def node_address() -> str:
 
 
 def wait_for(path: Path) -> None:
-    """Block until a file exists.
+    """Block until a file exists, however long that takes.
 
-    The other ranks wait this way for what rank 0 prepares: there is no process group yet that could time out,
-    and torchrun ends all ranks when rank 0 fails.
+    The other ranks wait this way for what rank 0 prepares: there is no process group yet that could time out.
+
+    Raises:
+        UserError: another process has failed.
     """
-    while not path.exists():
-        time.sleep(POLL_SECONDS)
+    _wait_until(path.exists, math.inf, str(path))
 
 
 def wait_for_ranks(name: str, world: World) -> None:
-    """Block until every rank has called this with the same name, however long that takes.
+    """Block until every rank has called this with the same name, before there is a process group.
 
-    For work of uneven length before there is a process group. torchrun ends all ranks when one fails.
+    Raises:
+        UserError: another process has failed, or does not come for two hours.
     """
-    values, pause = shared_values(), POLL_SECONDS / 32
+    values = shared_values()
     values.add(name, 1)
-    while values.add(name, 0) < world.size:
-        time.sleep(pause)
-        pause = min(2 * pause, POLL_SECONDS)
+    _wait_until(lambda: values.add(name, 0) >= world.size, WAIT_SECONDS, name)
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:

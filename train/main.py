@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from train.config.compose import compose_config, composed, parse_arguments
-from train.distributed import World, leave_process_group
+from train.distributed import World, leave_process_group, post_failure
 from train.stop import Stopped
 
 
@@ -37,6 +37,9 @@ def main() -> None:
     except KeyboardInterrupt:
         if world.is_main:
             print("interrupted; the same command resumes", file=sys.stderr)
+        raise
+    except Exception as error:
+        post_failure(error, world)
         raise
     # Not after an error: it could wait for ranks that have ended, or fail, and hide that error.
     leave_process_group()

@@ -32,7 +32,7 @@ from train.config.run import (
     starts_vllm,
 )
 from train.context import RunContext
-from train.distributed import World, read_when_set, shared_values, wait_for
+from train.distributed import World, read_when_set, shared_values, wait_for, wait_for_ranks
 from train.engines.servers import server_settings
 from train.launch.doctor import check_eagle3, check_environment, check_named, check_start, check_store
 from train.plan.earlier import note_settings
@@ -50,7 +50,7 @@ from train.stages.export import export_inputs, run_export
 from train.stages.report import run_report
 from train.stages.servers import begin_servers, end_engines, prepare_engines
 from train.stages.train import check_ranks, check_rows, run_train, train_inputs
-from train.stages.training.continuing import begin_training, link_results
+from train.stages.training.continuing import begin_training, differences, link_results
 from train.stages.vocab import run_vocab, vocab_inputs
 from train.stop import STOPPED_FILE, Stopped
 from train.tracking import check_wandb
@@ -59,7 +59,8 @@ from train.versions import git_revision, package_versions
 
 LOCK_FILE = ".lock"  # in the output directory
 _EXPORT = "export"
-_UNFINISHED = "stages/unfinished"  # a value that the ranks share
+# Names that the ranks share.
+_UNFINISHED, _COMPARED = "stages/unfinished", "stages/compared"
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,11 @@ def check_drafter(context: RunContext) -> None:
 
 
 def unfinished_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
-    """Locate the result of each stage, and return the stages that have none yet, as rank 0 sees it."""
+    """Locate the result of each stage, and return the stages that have none yet, as rank 0 sees it.
+
+    Raises:
+        UserError: ranks would make different results.
+    """
     # The vocab stage reads the directory of a training that continues another.
     continues = context.config.train.continue_from is not None
     located = [stage for stage in STAGES if stage in stages or continues]
@@ -216,8 +221,26 @@ def unfinished_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stag
         if Stage.export in stages:
             reopen_if_damaged(context.artifacts[Stage.export])
         found = [one.value for one in located if one in stages and not context.artifacts[one].finished]
-        values.set(_UNFINISHED, json.dumps(found))
-    return [Stage(name) for name in json.loads(read_when_set(values, _UNFINISHED))]
+        values.set(_UNFINISHED, json.dumps([found, _inputs(context)], default=str))
+    names, inputs = json.loads(read_when_set(values, _UNFINISHED))
+    check_same_inputs(inputs, json.loads(json.dumps(_inputs(context), default=str)))
+    wait_for_ranks(_COMPARED, context.world)
+    return [Stage(name) for name in names]
+
+
+def _inputs(context: RunContext) -> dict[str, Any]:
+    return {stage.value: artifact.inputs for stage, artifact in context.artifacts.items()}
+
+
+def check_same_inputs(main: dict[str, Any], own: dict[str, Any]) -> None:
+    """Raise UserError if rank 0 and this rank have other inputs for a stage, by stage."""
+    for stage in main:
+        if main[stage] != own[stage]:
+            found = differences(main[stage], own[stage])
+            remedy = (
+                "Every node has to have the same files, data sets and packages; rank 0 has the first value."
+            )
+            raise UserError(f"inputs of {stage}", found, remedy)
 
 
 def reopen_capture(capture: Artifact, damage: DamagedShard) -> None:

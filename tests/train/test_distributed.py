@@ -1,11 +1,16 @@
 """What a process of a run does before the others are known."""
 
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from train.distributed import World
+from eagle31.errors import UserError
+from train import distributed
+from train.distributed import World, post_failure, read_when_set, wait_for, wait_for_ranks
+from train.pipeline import check_same_inputs
 
 
 @pytest.mark.parametrize("variable", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -22,3 +27,37 @@ def test_segments_expand_unless_the_user_has_configured_the_allocator(
         monkeypatch.setenv(variable, "max_split_size_mb:512")
     World(rank=1, local_rank=1, size=2).use_device()
     assert settings.call_args_list == ([] if variable else [(("expandable_segments:True",),)])
+
+
+@pytest.fixture
+def values(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """Return the store that the ranks of this process share."""
+    store = dist.HashStore()
+    monkeypatch.setattr(distributed, "shared_values", lambda: store)
+    return store
+
+
+def test_a_failure_of_one_rank_ends_the_waits_of_the_others(values: dist.Store, tmp_path: Path) -> None:
+    one, other = World(rank=0, local_rank=0, size=2), World(rank=1, local_rank=0, size=2)
+    post_failure(UserError("vllm.servers", "x", "It does not start."), other)
+    post_failure(ValueError("a later one"), one)
+    for wait in (
+        lambda: wait_for(tmp_path / "nothing"),
+        lambda: wait_for_ranks("opened", one),
+        lambda: read_when_set(values, "key"),
+    ):
+        with pytest.raises(UserError, match=r"rank 1 on .*=UserError: vllm\.servers=x: It does not start\."):
+            wait()
+
+
+def test_a_wait_for_a_lost_rank_has_a_limit(values: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "WAIT_SECONDS", 0.0)
+    with pytest.raises(UserError, match="opened=not there after 0 s: Another process of this run is lost"):
+        wait_for_ranks("opened", World(rank=0, local_rank=0, size=2))
+
+
+def test_ranks_with_other_files_are_refused_with_what_differs() -> None:
+    main = {"data": {"seed": 0, "train": {"sha256": "a"}}, "vocab": {"data": "data-1"}}
+    check_same_inputs(main, main)
+    with pytest.raises(UserError, match=r"^inputs of data=train\.sha256: a -> b: Every node"):
+        check_same_inputs(main, main | {"data": {"seed": 0, "train": {"sha256": "b"}}})

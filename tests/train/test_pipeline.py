@@ -9,10 +9,12 @@ from data.embedded.target import EmbeddedTarget
 from data.store import DamagedShard
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, read_jsonl
+from tests.runs.forked import RUN_SECONDS, start
 from tests.train.small_run import (
     MAIN,
     RECIPE,
     STEPS,
+    TEXT_STAGES,
     arguments,
     assert_faithful,
     metrics_of,
@@ -20,6 +22,7 @@ from tests.train.small_run import (
 )
 from tests.train.torchrun import run_here, torchrun
 from train.artifact import Artifact
+from train.command import MISTAKE
 from train.config.run import Stage
 from train.context import RunContext
 from train.pipeline import STAGES, StageRun, exclusive, reopen_capture
@@ -81,6 +84,26 @@ def test_a_damaged_export_is_written_again(
     assert "export: done" in printed
     assert "evaluate: reused" in printed
     assert weights.read_bytes() == content
+
+
+def test_ranks_whose_files_differ_end_with_a_message_of_what_differs(
+    small_target: EmbeddedTarget, tmp_path: Path
+) -> None:
+    lines = small_target.train.read_text().splitlines(keepends=True)
+    for rank in range(2):
+        (tmp_path / f"{rank}.jsonl").write_text("".join(lines[rank:]))
+    own = f"data.train={tmp_path}/${{oc.env:RANK}}.jsonl"
+    command = [f"recipe={RECIPE}", *arguments(small_target, tmp_path / "run"), TEXT_STAGES, own]
+    ranks = start(MAIN, *command, num_processes=2, log=tmp_path / "log")
+    try:
+        for one in ranks.processes:
+            one.join(RUN_SECONDS)
+        assert [one.exitcode for one in ranks.processes] == [MISTAKE, MISTAKE], ranks.printed()
+    finally:
+        ranks.kill()
+    assert "error: rank 1 on " in ranks.printed()
+    assert "=UserError: inputs of data=" in ranks.printed()
+    assert not list(tmp_path.glob("run/artifacts/*"))
 
 
 def test_two_runs_cannot_share_a_directory(small_target: EmbeddedTarget, finished: tuple[Path, str]) -> None:

@@ -148,7 +148,7 @@ def _earlier(origin: str, inputs: dict[str, Any]) -> _Earlier:
         raise UserError(_FIELD, origin, "No training there has a checkpoint yet; give an output_dir.")
     same = [one for one in found if one.inputs["fixed"] == inputs["fixed"]]
     if not same:
-        shown = _differences(found[0].inputs["fixed"], inputs["fixed"])
+        shown = differences(found[0].inputs["fixed"], inputs["fixed"])
         remedy = f"The training in {found[0].directory} cannot be continued with other settings of these: "
         raise UserError(_FIELD, origin, f"{remedy}{shown}. Use its settings.")
     named = [one for one in same if step in (None, one.step)]
@@ -172,7 +172,7 @@ def _checkpoints(artifacts: Path) -> list[_Earlier]:
     return sorted(found, key=lambda one: one.checkpoint.stat().st_mtime, reverse=True)
 
 
-def _differences(before: dict[str, Any], after: dict[str, Any]) -> str:
+def differences(before: dict[str, Any], after: dict[str, Any]) -> str:
     """Return the settings that differ, for a message."""
     ours, theirs = (
         dict(_leaves({n: v for n, v in one.items() if n != _CONTINUED})) for one in (after, before)
@@ -211,7 +211,7 @@ def begin_training(context: RunContext) -> None:
         for other in _checkpoints(directory.parent)[:1]:
             print(
                 f"train: starts at the first step. The training in {other.directory}, which is at step "
-                f"{other.step}, had other settings: {_differences(other.inputs, inputs)}. With those the "
+                f"{other.step}, had other settings: {differences(other.inputs, inputs)}. With those the "
                 f"command resumes it; {_FIELD}={directory.parent.parent} continues it with the new ones.",
                 flush=True,
             )
@@ -228,7 +228,7 @@ def begin_training(context: RunContext) -> None:
         raise UserError(
             _FIELD, earlier, f"This checkpoint is damaged: {error}. Give another @STEP."
         ) from None
-    changed = _differences(earlier.inputs, inputs)
+    changed = differences(earlier.inputs, inputs)
     print(f"train: continues {earlier.directory} after step {earlier.step} ({changed})", flush=True)
 
 
