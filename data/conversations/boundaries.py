@@ -1,16 +1,19 @@
 """Finding the tokens of a rendered conversation at which a turn starts and ends."""
 
+import json
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from data.conversations.choices import Turns
 from data.conversations.template import FIELD, Messages, Template, TemplateRefused, decode
 from data.conversations.token_bytes import token_ends
 
 _NUM_EXCERPT_CHARACTERS = 40
+_THINKING = re.compile(r"(?<![\w.'\"])(enable_)?thinking\b")  # an argument, not the key of a message
+_EXAMPLE = "\ue000ANSWER-of-an-example"  # no answer begins like this
 
 
 @dataclass(frozen=True)
@@ -28,24 +31,42 @@ def encoded(template: Template, text: str, ids: list[int] | None = None) -> Enco
     return Encoded(text, ids, token_ends(template.tokenizer, text, ids))
 
 
-def boundary(
-    template: Template, history: Messages, add_generation_prompt: bool, full: Encoded, turns: Turns
-) -> tuple[int, int]:
-    """Find where the text of `history` ends in the tokens of the full conversation.
+def served_text(template: Template, messages: Messages, prompt: str, written: str) -> str:
+    """Return the text of a conversation in which the last message follows its prompt, as in serving.
+
+    Templates may write the history in another way once it is answered: some have the system prompt in the
+    last message of the user, or leave out the thoughts before an answer. The text is then the prompt, and
+    what the template writes for the answer.
 
     Args:
-        turns: the choice of the recipe, for the remedies of the error.
-
-    Returns:
-        (before, after): tokens below `before` belong to the history, and tokens from `after` on do not. A
-        token between them crosses the boundary.
+        messages: the last is the assistant's.
+        prompt: the text of the messages before it and the generation prompt.
+        written: the text of all messages.
 
     Raises:
-        TemplateRefused: the history's text is no prefix of the full one.
+        TemplateRefused: the template writes something else between the last question and the answer.
     """
-    text = template.text(history, add_generation_prompt=add_generation_prompt)
-    rendered_as = "as a prompt" if add_generation_prompt else "as the last message"
-    _require_prefix(template, text, full.text, rendered_as, turns)
+    if written.startswith(prompt):
+        return written
+    asked = messages[-2]["content"]  # which some templates write as JSON, if a tool said it
+    found = max(prompt.rfind(text) for text in (asked.strip(), json.dumps(asked, ensure_ascii=False)[1:-1]))
+    between = prompt[found:] if asked.strip() and found >= 0 else ""
+    example = [*messages[:-1], {"role": "assistant", "content": _EXAMPLE}]
+    other = template.text(example, add_generation_prompt=False)
+    header = written[: _num_common(written, other)]
+    if not between or between not in header:
+        raise _two_ways(template, prompt, written)
+    return prompt + written[header.rfind(between) + len(between) :]
+
+
+def boundary(template: Template, full: Encoded, character: int) -> tuple[int, int]:
+    """Find the boundary before a character of the conversation in its tokens.
+
+    Returns:
+        (before, after): tokens below `before` are before it, and tokens from `after` on are not. A token
+        between them crosses the boundary.
+    """
+    text = full.text[:character]
     if full.ends is not None:
         position = len(text.encode(errors="replace"))
         before = bisect_right(full.ends, position)
@@ -77,25 +98,20 @@ def last_eos(ids: list[int], start: int, end: int, eos_token_ids: Collection[int
     return next((i for i in range(end - 1, start - 1, -1) if ids[i] in eos_token_ids), None)
 
 
-def _require_prefix(template: Template, prefix: str, full_text: str, rendered_as: str, turns: Turns) -> None:
-    if full_text.startswith(prefix):
-        return
-    index = _num_common(prefix, full_text)
+def _two_ways(template: Template, prompt: str, written: str) -> TemplateRefused:
+    index = _num_common(prompt, written)
     near = slice(max(index - _NUM_EXCERPT_CHARACTERS, 0), index + _NUM_EXCERPT_CHARACTERS)
-    remedies = [f"give {FIELD}=FILE, a template with {{% generation %}} markers or with a stable prefix"]
-    if turns is Turns.all:
-        remedies.insert(
-            0, "use data.turns=each or data.turns=last, which render a turn as the last one, as in serving"
-        )
-        if "enable_thinking" in str(template.tokenizer.chat_template):
-            remedies.insert(
-                1, "set data.template_kwargs.enable_thinking=false if that makes the prefix stable"
-            )
-    raise TemplateRefused(
+    remedies = [
+        "set data.regenerate.enabled=true, with which the target writes the answers",
+        f"give {FIELD}=FILE, a template with {{% generation %}} markers or with a stable prefix",
+    ]
+    if argument := _THINKING.search(str(template.tokenizer.chat_template)):
+        remedies.insert(0, f"set data.template_kwargs.{argument[0]}=false if that makes the prefix stable")
+    return TemplateRefused(
         FIELD,
         template.name,
-        f"The template writes the start of a turn in two ways, so that its tokens cannot be found: "
-        f"{rendered_as} {prefix[near]!r}, and in the full conversation {full_text[near]!r}, from "
+        f"The template writes the start of an answer in two ways, so that its tokens cannot be found: "
+        f"as a prompt {prompt[near]!r}, and in the full conversation {written[near]!r}, from "
         f"character {index} on. Remedies: {'; or '.join(remedies)}.",
     )
 

@@ -18,9 +18,9 @@ _GIVEN_ARGUMENTS = (
 class Turns(Choice):
     """The assistant turns that become training samples."""
 
-    all = "all", "one sample in which every assistant turn is supervised"
-    last = "last", "one sample in which the last assistant turn is supervised"
-    each = "each", "one sample for each assistant turn, rendered as the last one, as in serving"
+    all = "all", "every assistant turn, in one sample unless the chat template rewrites earlier turns"
+    last = "last", "the last assistant turn"
+    each = "each", "every assistant turn, each in its own sample"
 
 
 def check_template_kwargs(template_kwargs: Mapping[Any, Any], field: str) -> None:

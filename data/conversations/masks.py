@@ -1,18 +1,38 @@
 """Rendering conversations with the target's chat template, and finding the assistant's tokens."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations.boundaries import boundary, boundary_tokens, encoded, last_eos
+from data.conversations.boundaries import (
+    Encoded,
+    boundary,
+    boundary_tokens,
+    encoded,
+    last_eos,
+    served_text,
+)
 from data.conversations.choices import Turns
 from data.conversations.schemas import Conversation, is_trained
-from data.conversations.template import Messages, Template
+from data.conversations.template import TEXT_ARGUMENTS, Messages, Template, TemplateRefused
+from data.conversations.thoughts import empty_thought_end, recorded_reasoning, split_thought
 
-Spans = list[tuple[int, int]]  # of tokens, the end excluded
+LOST_REASONING = "answers have reasoning that the chat template does not write, so that it is left out"
+LOST_CALLS = "answers have tool calls that the chat template does not write, so that they are left out"
+EMPTY_THOUGHT = (
+    "answers begin with an empty thought that the chat template adds; the target would not write it, so that "
+    "it is not supervised"
+)
+REWRITTEN = (
+    "conversations become several samples, because the chat template writes earlier turns in another way "
+    "than the target wrote them"
+)
+_QUESTION, _ANSWER = "QUESTION-of-an-example", "ANSWER-of-an-example"
 
 
 @dataclass(frozen=True)
@@ -22,6 +42,7 @@ class RenderedConversation:
     input_ids: list[int]  # [N]
     loss_mask: list[bool]  # [N], true for the assistant's tokens
     num_straddling: int = 0  # tokens that are masked because they cross the boundary of a turn
+    notes: Counter[str] = field(default_factory=Counter)  # how often the template does what, as REWRITTEN
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -29,15 +50,18 @@ class RenderedConversation:
         return self.loss_mask.index(True)
 
     @property
-    def has_supervised_position(self) -> bool:
-        """Whether some position t is supervised: x[t+1] and x[t+2] are both the assistant's."""
-        return any(first and second for first, second in pairwise(self.loss_mask))
+    def min_tokens(self) -> int | None:
+        """The length up to the first supervised position t, x[t+2] included; None: there is none.
+
+        x[t+1] and x[t+2] are both the assistant's.
+        """
+        pairs = enumerate(pairwise(self.loss_mask), start=2)
+        return next((length for length, both in pairs if all(both)), None)
 
     def cut(self, max_tokens: int) -> "RenderedConversation":
         """Return the first `max_tokens` tokens."""
-        return RenderedConversation(
-            self.input_ids[:max_tokens], self.loss_mask[:max_tokens], self.num_straddling
-        )
+        ids, mask = self.input_ids[:max_tokens], self.loss_mask[:max_tokens]
+        return replace(self, input_ids=ids, loss_mask=mask)
 
 
 def render(
@@ -51,10 +75,10 @@ def render(
     """Render one conversation into one or more samples.
 
     Generation markers in a template tell which tokens are the assistant's. Without markers, a turn's tokens
-    are the difference between the conversation up to the turn and the turn's prompt (the earlier messages and
-    the generation prompt), which must be a prefix of it. In both cases a turn ends with its end-of-turn
-    token, because the target never samples what templates write after it. Messages after the last assistant
-    turn are left out.
+    are those that follow its prompt, which is the text of the earlier messages and the generation prompt.
+    Turns share a sample where the template writes their prompts and answers again at the start of its text.
+    A turn ends with its end-of-turn token, which some templates write only as the start of the next message,
+    because the target never samples what follows it. Messages after the last assistant turn are left out.
 
     Args:
         conversation: has at least one assistant turn that is not context only.
@@ -62,94 +86,142 @@ def render(
         eos_token_ids: the tokens that end a turn.
 
     Raises:
-        TemplateRefused: the template raises on this conversation, or a turn's prompt is not a prefix of it.
+        TemplateRefused: the template raises on this conversation, or writes no answer after its prompt.
         UserError: the tokenizer has no template.
     """
     messages, tools = conversation.messages, conversation.tools
     assistant = [i for i, message in enumerate(messages) if is_trained(message)]
     assert assistant, f"{conversation.id} has no assistant turn to train on"
-    target = Template(tokenizer, tools, template_kwargs, conversation.template)
+    template = Template(tokenizer, tools, template_kwargs, conversation.template)
+    find = _marked_samples if template.uses_markers else _prefix_samples
     if turns is Turns.each:
-        return [_sample(target, messages[: i + 1], [i], turns, eos_token_ids) for i in assistant]
-    supervised = assistant if turns is Turns.all else assistant[-1:]
-    return [_sample(target, messages[: assistant[-1] + 1], supervised, turns, eos_token_ids)]
+        samples = [one for i in assistant for one in find(template, messages, [i], turns, eos_token_ids)]
+    else:
+        supervised = assistant if turns is Turns.all else assistant[-1:]
+        samples = find(template, messages, supervised, turns, eos_token_ids)
+        samples[0].notes[REWRITTEN] += len(samples) > 1
+    samples[0].notes[TEXT_ARGUMENTS] += template.has_text_arguments
+    return samples
+
+
+def _prefix_samples(
+    template: Template,
+    messages: Messages,
+    supervised: Sequence[int],
+    turns: Turns,
+    eos_token_ids: Collection[int],
+) -> list[RenderedConversation]:
+    """Return samples in which the turns at the indices `supervised` get the loss, each in one of them."""
+    prompts = {i: template.text(messages[:i], add_generation_prompt=True) for i in supervised}
+    written = {i: template.text(messages[: i + 1], add_generation_prompt=False) for i in supervised}
+    samples: list[RenderedConversation] = []
+    while supervised:
+        last = supervised[-1]
+        text = served_text(template, messages[: last + 1], prompts[last], written[last])
+        shared = {
+            i: (len(prompts[i]), len(written[i]))
+            for i in supervised[:-1]
+            if text.startswith(prompts[i]) and text.startswith(written[i])
+        } | {last: (len(prompts[last]), len(text))}
+        full = encoded(template, text)
+        at = partial(boundary, template, full)
+        of = [(messages[i], text[start:end]) for i, (start, end) in shared.items()]
+        samples.insert(0, _sample(template, full, [*shared.values()], at, of, eos_token_ids))
+        supervised = [i for i in supervised if i not in shared]
+    return samples
+
+
+def _marked_samples(
+    template: Template,
+    messages: Messages,
+    supervised: Sequence[int],
+    turns: Turns,
+    eos_token_ids: Collection[int],
+) -> list[RenderedConversation]:
+    """Return the sample in which generation markers tell what gets the loss."""
+    # return_assistant_tokens_mask is not used: it includes tokens that cross a marker, and excludes the
+    # last tokens of a character that is encoded as several tokens before a marker.
+    last = supervised[-1]
+    text, marks = template.marked_text(messages[: last + 1])
+    context: set[int] = set()  # of the marks
+    for i, message in enumerate(messages[:last]):
+        if message["role"] == "assistant" and not is_trained(message):
+            before, after = (len(template.marked_text(messages[: i + end])[1]) for end in (0, 1))
+            context.update(range(before, after))
+    marks = [mark for i, mark in enumerate(marks) if i not in context]
+    first = shift = 0
+    if turns is not Turns.all:
+        prompt = template.text(messages[:last], add_generation_prompt=True)
+        served = served_text(template, messages[: last + 1], prompt, text)
+        first, shift, text = len(prompt), len(served) - len(text), served
+    spans = [(max(start + shift, first), end + shift) for start, end in marks if end + shift > first]
+    full = encoded(template, text)
+    at = partial(boundary, template, full)
+    if full.ends is None:
+        encoding = template.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        at = partial(boundary_tokens, encoding["offset_mapping"])
+    return [_sample(template, full, spans, at, [(messages[i], text) for i in supervised], eos_token_ids)]
 
 
 def _sample(
     template: Template,
-    messages: Messages,
-    supervised: Sequence[int],
-    turns: Turns,
+    full: Encoded,
+    spans: Sequence[tuple[int, int]],
+    at: Callable[[int], tuple[int, int]],
+    turns: Sequence[tuple[Mapping[str, Any], str]],
     eos_token_ids: Collection[int],
 ) -> RenderedConversation:
-    """Render the messages; the turns at the indices `supervised`, the last among them, get the loss."""
-    find = _marked_spans if template.uses_markers else _prefix_spans
-    input_ids, spans, num_straddling = find(template, messages, supervised, turns, eos_token_ids)
-    loss_mask = [False] * len(input_ids)
-    for start, end in spans:
-        loss_mask[start:end] = [True] * max(end - start, 0)
-    return RenderedConversation(input_ids, loss_mask, num_straddling)
+    """Return the sample in which the target wrote what is in `spans` of characters.
 
-
-def _prefix_spans(
-    template: Template,
-    messages: Messages,
-    supervised: Sequence[int],
-    turns: Turns,
-    eos_token_ids: Collection[int],
-) -> tuple[list[int], Spans, int]:
-    full = encoded(template, template.text(messages, add_generation_prompt=False))
-    input_ids = full.ids
-    spans, num_straddling = [], 0
-    for i in supervised:
-        before, start = boundary(template, messages[:i], True, full, turns)
-        end, after = len(input_ids), len(input_ids)
-        if i + 1 < len(messages):
-            end, after = boundary(template, messages[: i + 1], False, full, turns)
-        eos = last_eos(input_ids, start, end, eos_token_ids)
-        spans.append((start, end if eos is None else eos + 1))
-        num_straddling += start - before + (after - end if eos is None else 0)
-    return input_ids, spans, num_straddling
-
-
-def _marked_spans(
-    template: Template,
-    messages: Messages,
-    supervised: Sequence[int],
-    turns: Turns,
-    eos_token_ids: Collection[int],
-) -> tuple[list[int], Spans, int]:
-    # return_assistant_tokens_mask is not used: it includes tokens that cross a marker, and excludes the
-    # last tokens of a character that is encoded as several tokens before a marker.
-    full_text, marks = template.marked_text(messages)
-    encoding = template.tokenizer(
-        full_text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-    )
-    input_ids, offsets = list(encoding["input_ids"]), encoding["offset_mapping"]
-    first, num_straddling = 0, 0
-    context: set[int] = set()  # of the marks
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant" and not is_trained(message):
-            before, after = (len(template.marked_text(messages[: i + end])[1]) for end in (0, 1))
-            context.update(range(before, after))
-    if turns is not Turns.all:
-        full = encoded(template, full_text, input_ids)
-        before, first = boundary(template, messages[: supervised[-1]], True, full, turns)
-        num_straddling += first - before
-    spans = []
-    for mark in (mark for i, mark in enumerate(marks) if i not in context):
-        before, start = boundary_tokens(offsets, mark[0])
-        end, after = boundary_tokens(offsets, mark[1])
-        if end <= first:
-            continue
-        if start > first:  # otherwise it was added at the end of the prompt
-            num_straddling += start - before
-        eos = last_eos(input_ids, start, end, eos_token_ids)
+    Args:
+        at: finds the boundary before a character, as `boundary` does.
+        turns: the messages that are in the spans, each with a text in which it is.
+    """
+    ids, loss_mask = full.ids, [False] * len(full.ids)
+    notes, num_straddling = Counter[str](), 0
+    has_thoughts = any(split_thought(turn["content"])[1] for turn, _ in turns)
+    for first, last in spans:
+        thought = None if has_thoughts else empty_thought_end(full.text, first)
+        if thought is not None:
+            first = thought
+            notes[EMPTY_THOUGHT] += 1
+        before, start = at(first)
+        end, after = at(last) if last < len(full.text) else (len(ids), len(ids))
+        eos = last_eos(ids, start, end, eos_token_ids)
         if eos is not None:
             end = eos + 1
-        elif end < len(input_ids) and input_ids[end] in eos_token_ids:
-            end += 1  # some markers exclude the end-of-turn token, which the target samples too
+        elif end < len(ids) and ids[end] in eos_token_ids:
+            end += 1  # the next message writes it, or a marker excludes it
         else:
             num_straddling += after - end
-        spans.append((max(start, first), end))
-    return input_ids, spans, num_straddling
+        num_straddling += start - before
+        loss_mask[start:end] = [True] * max(end - start, 0)
+    notes[LOST_CALLS] += sum(_lacks_calls(turn, text) for turn, text in turns)
+    notes[LOST_REASONING] += sum(recorded_reasoning(turn).strip() not in text for turn, text in turns)
+    if loss_mask and loss_mask[-1] and ids[-1] not in eos_token_ids:
+        closing = _closing_token(template, turns[-1][0], eos_token_ids)
+        ids, loss_mask = ids + closing, loss_mask + [True] * len(closing)
+    return RenderedConversation(ids, loss_mask, num_straddling, notes)
+
+
+def _lacks_calls(turn: Mapping[str, Any], text: str) -> bool:
+    functions = [call.get("function", call) for call in turn.get("tool_calls", [])]
+    return any(str(function.get("name")) not in text for function in functions)
+
+
+def _closing_token(template: Template, turn: Mapping[str, Any], eos_token_ids: Collection[int]) -> list[int]:
+    """Return the token that ends a turn where a template writes it as the start of the next message."""
+    calls = {"tool_calls": turn["tool_calls"]} if "tool_calls" in turn else {}
+    example = [
+        {"role": "user", "content": _QUESTION},
+        {"role": "assistant", "content": _ANSWER, **calls},
+        {"role": "tool" if calls else "user", "content": _QUESTION},
+    ]
+    try:
+        ended, following = (template.text(example[:n], add_generation_prompt=False) for n in (2, 3))
+    except TemplateRefused:
+        return []
+    first = template.encode(following[len(ended) :])[:1] if following.startswith(ended) else []
+    return [id for id in first if id in eos_token_ids]

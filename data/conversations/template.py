@@ -3,20 +3,28 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import date
 from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from data.conversations.perturbation import UNCHANGED, rewritten, template_source
 from data.conversations.workers import ProcessKilled
 from eagle31.errors import UserError
 
 FIELD = "target.chat_template"
+TEXT_ARGUMENTS = (
+    "conversations have tool calls whose arguments the chat template takes only as JSON text; vLLM gives it "
+    "objects, with which it fails"
+)
+# What a template that reads the clock is given, so that a run has the same prompts on another day.
+DATE = date(2026, 1, 1)
+_CLOCK = "strftime_now"
 _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Tokenizers take about 100 bytes for each. It is twice what a conversation may have.
 _MAX_CHARACTERS = 1 << 24
@@ -46,35 +54,62 @@ class Template:
         source = template_source(template)
         if source is not None:
             self.arguments["chat_template"] = source
+        source = source or tokenizer.get_chat_template(tools=self.arguments["tools"])
+        if _CLOCK in source:
+            with self._refusal():
+                _compile_jinja_template(source).environment.globals[_CLOCK] = DATE.strftime
         # Markers are offsets into the text of the target's own template.
         self.uses_markers = template == UNCHANGED and uses_generation_markers(tokenizer, tools)
+        self.has_text_arguments = False  # whether it has raised on calls whose arguments are objects
 
     def text(self, messages: Messages, *, add_generation_prompt: bool) -> str:
         """Return the text of the messages, and of the generation prompt if it is asked for."""
-        with self._refusal():
-            text = self.tokenizer.apply_chat_template(
+
+        def write(messages: Messages) -> Any:
+            return self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **self.arguments
             )
+
+        text = self._written(messages, write)
         assert isinstance(text, str)
         self._check_length(text)
         return rewritten(text, messages, self.template, add_generation_prompt=add_generation_prompt)
 
     def marked_text(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
         """Return the text and the character spans of the generation markers; adjacent spans are merged."""
-        with self._refusal():
-            rendered: Any = render_jinja_template(
+
+        def write(messages: Messages) -> Any:
+            return render_jinja_template(
                 conversations=[list(messages)],
                 chat_template=self.tokenizer.get_chat_template(tools=self.arguments["tools"]),
                 return_assistant_tokens_mask=True,
                 **{**self.tokenizer.special_tokens_map, **self.arguments},
             )
-        (text,), (marks,) = rendered
+
+        (text,), (marks,) = self._written(messages, write)
         self._check_length(text)
         joined: list[tuple[int, int]] = []
         for start, end in marks:
             touches = joined and joined[-1][1] == start
             joined.append((joined.pop()[0] if touches else start, end))
         return text, joined
+
+    def _written(self, messages: Messages, write: Callable[[Messages], Any]) -> Any:
+        """Return what the template writes; one that raises on the arguments of calls gets their JSON text."""
+        try:
+            with self._refusal():
+                return write(messages)
+        except TemplateRefused as refused:
+            as_text = [_with_text_arguments(message) for message in messages]
+            if as_text == list(messages):
+                raise
+            try:
+                with self._refusal():
+                    written = write(as_text)
+            except TemplateRefused:
+                raise refused from None
+            self.has_text_arguments = True
+            return written
 
     def _check_length(self, text: str) -> None:
         if len(text) > _MAX_CHARACTERS:
@@ -103,6 +138,24 @@ class Template:
     def name(self) -> str:
         """The tokenizer's name in messages."""
         return _name_of(self.tokenizer)
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with the arguments of its tool calls as JSON text."""
+
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(call.get("function"), dict):
+            return call | {"function": changed(call["function"])}
+        given = call.get("arguments")
+        return (
+            call | {"arguments": json.dumps(given, ensure_ascii=False)} if isinstance(given, dict) else call
+        )
+
+    return (
+        message | {"tool_calls": [*map(changed, message["tool_calls"])]}
+        if "tool_calls" in message
+        else message
+    )
 
 
 def has_markers(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> bool:
@@ -145,10 +198,16 @@ def uses_generation_markers(tokenizer: PreTrainedTokenizerBase, tools: Tools = N
 
 
 def template_fingerprint(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> str:
-    """Return the sha256 of what turns messages into text: the template, its arguments and special tokens."""
+    """Return the sha256 of what turns messages into text: the template, its arguments and special tokens.
+
+    The date is part of it if the template asks for it.
+    """
     _require_template(tokenizer)
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    content = json.dumps([tokenizer.chat_template, special, dict(template_kwargs)], sort_keys=True)
+    written = [tokenizer.chat_template, special, dict(template_kwargs)]
+    if _CLOCK in str(tokenizer.chat_template):
+        written.append(DATE.isoformat())
+    content = json.dumps(written, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
 
 

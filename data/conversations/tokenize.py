@@ -1,6 +1,7 @@
 """Tokenizing conversations into an Arrow dataset of token ids and loss masks, in parallel and in order."""
 
 import json
+import math
 import shutil
 import sys
 from collections import Counter
@@ -30,6 +31,7 @@ from eagle31.errors import UserError
 
 _REPORT = "report.json"
 _CHUNK_CONVERSATIONS = 64
+_MOST_CUT_AWAY = 0.1  # of the samples, before a run says so
 SAMPLE_SCHEMA = pa.schema(
     {
         "id": pa.string(),
@@ -67,6 +69,7 @@ class TokenizeReport:
     num_unsupervised: int  # samples dropped because they have no supervised position
     num_straddling: int  # tokens that are masked because they cross the boundary of a turn
     num_with_markers: int  # conversations with special tokens in another text than the assistant's
+    notes: dict[str, int]  # how often the chat template does what, such as masks.LOST_REASONING
     template_fingerprint: str
 
 
@@ -86,6 +89,8 @@ class _Chunk:
 
     samples: pa.RecordBatch
     counts: Counter[str]
+    notes: Counter[str]
+    cut_away: Counter[int]  # samples that lose all answers, by the length that would keep one
     refused: list[tuple[str, str]]  # (id, reason)
 
 
@@ -128,7 +133,7 @@ def tokenize(
     eos_token_ids = template.eos_token_ids(tokenizer) if eos_token_ids is None else eos_token_ids
     settings = _Settings(tokenizer, turns, template_kwargs, frozenset(eos_token_ids), max_tokens, vocab_size)
     fingerprint = template_fingerprint(tokenizer, template_kwargs)
-    counts: Counter[str] = Counter()
+    counts, notes, cut_away = Counter[str](), Counter[str](), Counter[int]()
     refused: list[tuple[str, str]] = []
     token_ends(tokenizer, "", [])  # builds its table, which the workers then share
     tokenize_chunk = partial(_tokenize_chunk, settings, conversations)
@@ -146,15 +151,21 @@ def tokenize(
             for chunk in chunks:
                 writer.write_batch(chunk.samples)
                 counts += chunk.counts
+                notes += chunk.notes
+                cut_away += chunk.cut_away
                 refused += chunk.refused
                 check_refused(refused, len(conversations))
                 bar.update(chunk.counts["num_conversations"])
                 if enough is not None and enough.reached(counts):
                     break
         counts["num_refused"] = len(refused)
-        names = [field.name for field in fields(TokenizeReport) if field.name != "template_fingerprint"]
-        report = TokenizeReport(**{name: counts[name] for name in names}, template_fingerprint=fingerprint)
-        _check(report, refused, max_tokens, tokenizer)
+        names = {field.name for field in fields(TokenizeReport)} - {"notes", "template_fingerprint"}
+        report = TokenizeReport(
+            **{name: counts[name] for name in names}, notes=dict(notes), template_fingerprint=fingerprint
+        )
+        _check(report, refused, cut_away, max_tokens, tokenizer)
+        for note, count in notes.items():
+            print(f"data: {count:,} {note}", file=sys.stderr, flush=True)
         if refused:
             on_refused(refused)
         print_markers(report.num_with_markers)
@@ -171,6 +182,7 @@ def _chunks(num_conversations: int) -> Iterator[range]:
 
 def _tokenize_chunk(settings: _Settings, conversations: Conversations, indices: range) -> _Chunk:
     counts = Counter(num_conversations=len(indices))
+    notes, cut_away = Counter[str](), Counter[int]()
     refused: list[tuple[str, str]] = []
     samples: list[tuple[str, RenderedConversation]] = []
     for conversation in map(conversations.__getitem__, indices):
@@ -186,28 +198,34 @@ def _tokenize_chunk(settings: _Settings, conversations: Conversations, indices: 
         except TemplateRefused as error:
             refused.append((conversation.id, error.remedy))
             continue
-        samples += [(conversation.id, sample) for sample in _kept(rendered, settings, counts)]
+        for sample in rendered:
+            notes += sample.notes
+        samples += [(conversation.id, sample) for sample in _kept(rendered, settings, counts, cut_away)]
     for _, sample in samples:
         if settings.vocab_size is not None:
             check_ids(settings.tokenizer, sample.input_ids, settings.vocab_size)
         counts["num_tokens"] += len(sample.input_ids)
         counts["num_supervised_tokens"] += sum(sample.loss_mask)
     counts["num_samples"] = len(samples)
-    return _Chunk(_record_batch(samples), counts, refused)
+    return _Chunk(_record_batch(samples), counts, notes, cut_away, refused)
 
 
 def _kept(
-    rendered: list[RenderedConversation], settings: _Settings, counts: Counter[str]
+    rendered: list[RenderedConversation],
+    settings: _Settings,
+    counts: Counter[str],
+    cut_away: Counter[int],
 ) -> Iterator[RenderedConversation]:
     for sample in rendered:
         counts["num_straddling"] += sample.num_straddling
-        if len(sample.input_ids) > settings.max_tokens:
-            counts["num_overlong"] += 1
-            sample = sample.cut(settings.max_tokens)
-        if sample.has_supervised_position:
-            yield sample
-        else:
-            counts["num_unsupervised"] += 1
+        counts["num_overlong"] += len(sample.input_ids) > settings.max_tokens
+        min_tokens = sample.min_tokens
+        if min_tokens is not None and min_tokens <= settings.max_tokens:
+            yield sample.cut(settings.max_tokens)
+            continue
+        counts["num_unsupervised"] += 1
+        if min_tokens is not None:
+            cut_away[min_tokens] += 1
 
 
 def _record_batch(samples: list[tuple[str, RenderedConversation]]) -> pa.RecordBatch:
@@ -223,24 +241,28 @@ def _record_batch(samples: list[tuple[str, RenderedConversation]]) -> pa.RecordB
 def _check(
     report: TokenizeReport,
     refused: list[tuple[str, str]],
+    cut_away: Counter[int],
     max_tokens: int,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     check_refused(refused, report.num_conversations)
-    if report.num_samples == 0 and not report.num_overlong:
+    num_cut_away = cut_away.total()
+    num_samples = report.num_samples + num_cut_away
+    if not num_samples:
         remedy = (
             f"No sample is left of {report.num_conversations} conversations: none has two assistant tokens "
             "in a row. Look at one with scripts/inspect_data: does the template write the answers?"
         )
         raise UserError("target.chat_template", tokenizer.name_or_path, remedy)
-    if report.num_samples == 0:
-        raise UserError(
-            "data.max_tokens",
-            max_tokens,
-            f"No sample is left of {report.num_conversations} conversations: {report.num_overlong} are "
-            f"longer, and {report.num_unsupervised} have no two consecutive assistant tokens. Raise this, or "
-            "look at the data with scripts/inspect_data.",
-        )
+    if num_cut_away <= num_samples * _MOST_CUT_AWAY:
+        return
+    num_missing = math.ceil(num_samples * (1 - _MOST_CUT_AWAY)) - report.num_samples
+    enough = sorted(cut_away.elements())[num_missing - 1]
+    what = f"{num_cut_away:,} of {num_samples:,} samples are cut before the second token of an answer"
+    remedy = f"data.max_tokens={enough} keeps nine tenths of them"
+    if not report.num_samples:
+        raise UserError("data.max_tokens", max_tokens, f"No sample is left: {what}; {remedy}.")
+    print(f"data: with data.max_tokens={max_tokens}, {what}; {remedy}", file=sys.stderr, flush=True)
 
 
 def print_markers(num_conversations: int) -> None:

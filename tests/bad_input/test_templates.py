@@ -41,7 +41,7 @@ def inspected(name: str, source: str | bytes, *says: str) -> Case:
 TEMPLATES = [
     inspected("raises", "{{ raise_exception('no system prompt') }}", "no system prompt"),
     inspected("reads_internals", "{{ ''.__class__.__mro__ }}", "is unsafe"),
-    inspected("starts_with_a_number", "{{ messages | length }}" + ALL + PROMPT, "--turns=each"),
+    inspected("prompts_another_role", ALL + PROMPT.replace("assistant", "bot"), "--regenerate"),
 ]
 
 

@@ -48,6 +48,46 @@ THINKING = """\
 {%- endif %}
 {%- endif %}"""
 
+# As GLM's: the next message's role ends a turn, and only turns after the last question keep their thinking.
+ROLES = """\
+{%- set last = namespace(question=0) %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{%- set last.question = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+{{- '<|' + message.role + '|>' }}
+{%- if message.role == 'assistant' %}
+{{- '<think>' + (message.reasoning_content or '' if loop.index0 > last.question else '') + '</think>' }}
+{%- endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}{{- '<call>' + call.function.name + '</call>' }}{%- endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+ROLE_TOKENS = ["<|user|>", "<|assistant|>", "<|tool|>"]
+
+# As Kimi's: only calls keep their thinking, and an answer gets an empty thought.
+NEVER_THINKING = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}
+{{- '<think>' + (message.reasoning_content or '' if message.tool_calls else '') + '</think>' }}
+{%- endif %}
+{{- message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+# As DeepSeek's: the prompt chooses whether the target thinks, and an answer is what follows its thought.
+PROMPTED_THINKING = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}{{- '</think>' + message.content.split('</think>')[-1] }}
+{%- else %}{{- message.content }}{%- endif %}
+{{- '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' + ('<think>' if thinking is defined and thinking else '</think>') }}
+{%- endif %}"""
+
 HEADERS = """\
 {{- '<|begin_of_text|>' }}
 {%- for message in messages %}
@@ -60,6 +100,15 @@ INSTRUCTIONS = """\
 {%- for message in messages %}
 {%- if message.role == 'user' %}{{- '<s>[INST] ' + message.content + ' [/INST]' }}
 {%- else %}{{- ' ' + message.content + ' </s>' }}{%- endif %}
+{%- endfor %}"""
+
+# As Mistral's: the last message has the system prompt, and an answered one has not.
+SYSTEM_LAST = """\
+{%- set system = messages[0].content + '\\n\\n' if messages[0].role == 'system' else '' %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}
+{{- '<s>[INST] ' + (system if loop.last else '') + message.content + ' [/INST]' }}
+{%- elif message.role == 'assistant' %}{{- ' ' + message.content + ' </s>' }}{%- endif %}
 {%- endfor %}"""
 
 INSTRUCTIONS_MARKED = INSTRUCTIONS.replace("else %}", "else %}{% generation %}").replace(

@@ -1,14 +1,26 @@
+from collections import Counter
+from datetime import date
 from typing import Any
 
 import pytest
+from tokenizers import processors
 from transformers import GenerationConfig
+from transformers.utils import chat_template_utils
 
 from data.conversations import template as template_module
 from data.conversations.choices import Turns
-from data.conversations.masks import RenderedConversation, render
+from data.conversations.masks import (
+    EMPTY_THOUGHT,
+    LOST_CALLS,
+    LOST_REASONING,
+    REWRITTEN,
+    RenderedConversation,
+    render,
+)
 from data.conversations.prompts import render_prompt
 from data.conversations.schemas import Conversation
 from data.conversations.template import (
+    TEXT_ARGUMENTS,
     Template,
     TemplateRefused,
     decode,
@@ -108,31 +120,144 @@ def test_turns_of_weight_zero_are_read_and_not_supervised(template):
         assert "four 1" in decode(tokenizer, sample.input_ids)
 
 
-def test_a_template_that_drops_thinking_from_the_history():
-    thoughtful = Conversation(
-        "some-id",
-        tuple(
-            message | ({"reasoning_content": "two two"} if message["role"] == "assistant" else {})
-            for message in TWO_TURNS.messages
+def answered(*answers: str | dict[str, Any], **keys: Any) -> Conversation:
+    """Return a conversation with these answers, whose messages have the given keys."""
+    messages: list[dict[str, Any]] = []
+    for answer in answers:
+        message = answer if isinstance(answer, dict) else {"content": answer}
+        asks = {"role": "tool" if messages and messages[-1].get("tool_calls") else "user", "content": "what"}
+        messages += [asks, {"role": "assistant", **message, **keys}]
+    return Conversation("some-id", tuple(messages))
+
+
+CALL = {"content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+EMPTY = "<think>\n\n</think>\n\n"
+OPENED = templates.THINKING.replace(
+    "assistant\\n' }}\n{%- if enable", "assistant\\n<think>\\n' }}\n{%- if enable"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "of", "supervised", "notes"),
+    [
+        # One sample for each answer that later turns have in another way.
+        (
+            templates.THINKING,
+            answered("four", "six", reasoning_content="two two"),
+            [
+                ["<think>\ntwo two\n</think>\n\nfour<|im_end|>"],
+                ["<think>\ntwo two\n</think>\n\nsix<|im_end|>"],
+            ],
+            {REWRITTEN: 1},
         ),
-    )
+        # A thought before a call is left out of the answers' history, and answers have none.
+        (
+            templates.NEVER_THINKING,
+            answered(CALL, "six", "four", reasoning_content="two two"),
+            [["<think>two two</think><|im_end|>", "six<|im_end|>", "four<|im_end|>"]],
+            {LOST_REASONING: 2, EMPTY_THOUGHT: 2, LOST_CALLS: 1},
+        ),
+        (
+            templates.NEVER_THINKING,
+            answered("six", "four"),
+            [["six<|im_end|>", "four<|im_end|>"]],
+            {EMPTY_THOUGHT: 2},
+        ),
+        (OPENED, answered("four"), [["four<|im_end|>"]], {EMPTY_THOUGHT: 1}),
+        # What the data has in a text is the target's.
+        (templates.CHATML, answered(EMPTY + "four"), [[EMPTY + "four<|im_end|>"]], {}),
+        (
+            templates.PROMPTED_THINKING,
+            answered("<think>two two</think>four"),
+            [["four<|im_end|>"]],
+            {LOST_REASONING: 1},
+        ),
+    ],
+)
+def test_thoughts_are_supervised_as_the_target_writes_them(template, of, supervised, notes):
+    tokenizer, samples = rendered(template, of=of)
+    assert [supervised_texts(tokenizer, sample) for sample in samples] == supervised
+    assert sum((sample.notes for sample in samples), Counter()) == Counter(notes)
+
+
+def test_markers_do_not_make_an_empty_thought_the_targets():
+    marked = templates.CHATML_MARKED.replace("message.content +", f"{EMPTY!r} + message.content +", 1)
+    tokenizer, (sample,) = rendered(marked, of=answered("four"))
+    assert supervised_texts(tokenizer, sample) == ["four<|im_end|>"]
+
+
+# As gpt-oss's: the thoughts before a call stay until the answer, and what a tool said is JSON.
+KEPT_THINKING = templates.THINKING.replace("loop.last", "(loop.last or messages[-1].role == 'tool')").replace(
+    "message.content +", "(message.content | tojson if message.role == 'tool' else message.content) +"
+)
+
+
+@pytest.mark.parametrize("template", [templates.THINKING, KEPT_THINKING])
+def test_what_history_a_sample_has_is_what_is_served(template):
+    of = answered("four", CALL, "six", reasoning_content="two two")
+    of.messages[4]["content"] = "what\nis"
+    each, every = (rendered(template, turns, of)[1] for turns in (Turns.each, Turns.all))
+    tokenizer = byte_level_tokenizer(template)
+    for i, (sample,) in ((1, each[:1]), (3, each[1:2]), (5, each[2:]), (5, every[-1:])):
+        prompt = render_prompt(tokenizer, of.messages[:i], None, {})
+        assert sample.input_ids[: len(prompt)] == prompt
+        assert all(sample.loss_mask[len(prompt) : -1])
+    texts = [
+        sorted(text for one in samples for text in supervised_texts(tokenizer, one))
+        for samples in (each, every)
+    ]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("argument", ["thinking", "enable_thinking"])
+def test_a_prompt_that_no_answer_follows_is_refused(argument):
+    template = templates.PROMPTED_THINKING.replace("thinking", argument)
     with pytest.raises(UserError, match="<think>") as caught:
-        rendered(templates.THINKING, of=thoughtful)
+        rendered(template, of=answered("four"), **{argument: True})
     assert caught.value.field == "target.chat_template"
-    for remedy in ("data.turns=each", "data.turns=last", "enable_thinking=false", "{% generation %}"):
+    for remedy in ("data.regenerate.enabled=true", f"kwargs.{argument}=false", "{% generation %}"):
         assert remedy in caught.value.remedy
-    tokenizer, (first, second) = rendered(templates.THINKING, Turns.each, thoughtful)
-    assert supervised_texts(tokenizer, first) == ["<think>\ntwo two\n</think>\n\nit is four<|im_end|>"]
-    assert supervised_texts(tokenizer, second) == ["<think>\ntwo two\n</think>\n\nsix<|im_end|>"]
-    assert "assistant\nit is four" in decode(tokenizer, second.input_ids)
+
+
+@pytest.mark.parametrize("turns", list(Turns))
+def test_the_role_that_follows_ends_a_turn(turns):
+    tokenizer = byte_level_tokenizer(templates.ROLES)
+    tokenizer.add_special_tokens({"additional_special_tokens": templates.ROLE_TOKENS})
+    eos = tokenizer.convert_tokens_to_ids(["<|user|>", "<|tool|>"])
+    of = answered("four", {**CALL, "reasoning_content": "two two"}, "six")
+    samples = render(tokenizer, of, turns=turns, template_kwargs={}, eos_token_ids=eos)
+    expected = [
+        "four<|user|>",
+        "<think>two two</think><call>add</call><|tool|>",
+        "six<|user|>",
+    ]
+    texts = [text for sample in samples for text in supervised_texts(tokenizer, sample)]
+    assert texts == (expected[-1:] if turns is Turns.last else expected)
+
+
+@pytest.mark.parametrize("turns", list(Turns))
+@pytest.mark.parametrize("system", ["be quick", None])
+def test_a_system_prompt_in_the_last_message_is_in_each_prompt(turns, system):
+    tokenizer = templates.sentencepiece_tokenizer(templates.SYSTEM_LAST)
+    of = conversation("some-id", "what is two", "it is four", "what is two", "six", system=system)
+    stops = eos_token_ids(tokenizer)
+    samples = render(tokenizer, of, turns=turns, template_kwargs={}, eos_token_ids=stops)
+    texts = [decode(tokenizer, one.input_ids).replace("<s> ", "<s>") for one in samples]
+    found = [(text, supervised_texts(tokenizer, one)) for text, one in zip(texts, samples, strict=True)]
+    asked = f"[INST] {system}\n\nwhat is two [/INST]" if system else "[INST] what is two [/INST]"
+    first = (f"<s>{asked} it is four </s>", ["it is four </s>"])
+    last = (f"<s>[INST] what is two [/INST] it is four </s><s>{asked} six </s>", ["six </s>"])
+    expected = {Turns.all: [first, last], Turns.each: [first, last], Turns.last: [last]}[turns]
+    if system is None and turns is Turns.all:
+        expected = [(last[0], first[1] + last[1])]
+    assert found == expected
 
 
 def test_template_kwargs_change_the_prompt():
     of = conversation("some-id", "what", "four")
     tokenizer, (sample,) = rendered(templates.THINKING, of=of, enable_thinking=False)
     assert supervised_texts(tokenizer, sample) == ["four<|im_end|>"]
-    tokenizer, (sample,) = rendered(templates.THINKING, of=of)
-    assert supervised_texts(tokenizer, sample) == ["<think>\n\n</think>\n\nfour<|im_end|>"]
+    assert not sample.notes.total()
     prompt = render_prompt(tokenizer, of.messages[:1], None, {"enable_thinking": False})
     assert decode(tokenizer, prompt).endswith("</think>\n\n")
 
@@ -155,6 +280,17 @@ def test_tokens_across_the_end_of_a_turn_are_masked():
     tokenizer, (sample,) = rendered(template, of=conversation("some-id", "what", "six", "and", "four"))
     assert sample.num_straddling == 1
     assert supervised_texts(tokenizer, sample) == ["six", "four\n"]
+
+
+def test_tokens_across_a_marker_are_masked_where_offsets_leave_out_their_space():
+    marked = templates.CHATML_MARKED.replace("{% generation %}", "{{- ' ' }}{% generation %}")
+    tokenizer = byte_level_tokenizer(marked)
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert tokenizer("six four", return_offsets_mapping=True)["offset_mapping"] == [(0, 3), (4, 8)]
+    of, stops = conversation("some-id", "and", "four six"), eos_token_ids(tokenizer)
+    (sample,) = render(tokenizer, of, template_kwargs={}, eos_token_ids=stops)
+    assert supervised_texts(tokenizer, sample) == [" six<|im_end|>"]
+    assert sample.num_straddling == 1
 
 
 @pytest.mark.parametrize("template", [templates.INSTRUCTIONS, templates.INSTRUCTIONS_MARKED])
@@ -191,6 +327,28 @@ def test_tools_and_reasoning_reach_the_template_unchanged():
 
 
 @pytest.mark.parametrize("template", [templates.CHATML, templates.CHATML_MARKED])
+@pytest.mark.parametrize("takes_text", [True, False])
+def test_a_template_that_joins_arguments_to_the_text_gets_them_as_json(template, takes_text):
+    written = "(message.tool_calls[0].function.arguments if message.tool_calls else '') + '<|im_end|>'"
+    template = template.replace(
+        "'<|im_end|>'", written if takes_text else written.replace("arguments", "name")
+    )
+    call = {"function": {"name": "add", "arguments": {"b": "é", "a": [2]}}}
+    tokenizer, (sample,) = rendered(template, of=answered(CALL | {"tool_calls": [call]}))
+    expected = '{"b": "é", "a": [2]}' if takes_text else "add"
+    assert supervised_texts(tokenizer, sample) == [f"{expected}<|im_end|>"]
+    assert sample.notes[TEXT_ARGUMENTS] == takes_text
+
+
+def test_the_first_error_is_that_of_arguments_as_objects():
+    given = "message.tool_calls[0].function.arguments"
+    template = "{%- for message in messages[1:] %}{{- raise_exception(GIVEN is string) }}{%- endfor %}"
+    template = template.replace("GIVEN", given)
+    with pytest.raises(TemplateRefused, match="False"):
+        rendered(template, of=answered(CALL))
+
+
+@pytest.mark.parametrize("template", [templates.CHATML, templates.CHATML_MARKED])
 def test_a_text_that_is_too_long_for_a_tokenizer_is_refused(template, monkeypatch):
     monkeypatch.setattr(Template, "encode", pytest.fail)
     monkeypatch.setattr(template_module, "_MAX_CHARACTERS", 1000)
@@ -214,6 +372,19 @@ def test_the_fingerprint_covers_template_and_arguments():
     assert len(fingerprints) == 4
 
 
+def test_a_template_has_the_same_date_on_each_day(monkeypatch):
+    monkeypatch.setattr(chat_template_utils, "datetime", None)  # no clock
+    clock = "{{- strftime_now('%d %B %Y') }}"
+    for template in (templates.CHATML, templates.CHATML_MARKED):
+        tokenizer, (sample,) = rendered(clock + template)
+        assert decode(tokenizer, sample.input_ids).startswith("01 January 2026<|im_start|>")
+    dated, plain = byte_level_tokenizer(clock + templates.CHATML), byte_level_tokenizer(templates.CHATML)
+    before = [template_fingerprint(tokenizer, {}) for tokenizer in (dated, plain)]
+    monkeypatch.setattr(template_module, "DATE", date(2026, 1, 2))
+    after = [template_fingerprint(tokenizer, {}) for tokenizer in (dated, plain)]
+    assert [one == other for one, other in zip(before, after, strict=True)] == [False, True]
+
+
 def test_end_of_turn_tokens_come_from_tokenizer_and_generation_config(tmp_path):
     tokenizer = byte_level_tokenizer(templates.CHATML)
     end, other = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>"])
@@ -227,6 +398,6 @@ def test_a_supervised_position_needs_two_consecutive_tokens():
     def sample(*mask: int) -> RenderedConversation:
         return RenderedConversation([0] * len(mask), [bool(m) for m in mask])
 
-    assert sample(0, 0, 1, 1).has_supervised_position
-    assert not sample(0, 1, 0, 1).has_supervised_position
-    assert not sample(0, 0, 1, 1).cut(3).has_supervised_position
+    assert sample(0, 0, 1, 1).min_tokens == 4
+    assert sample(0, 1, 0, 1).min_tokens is None
+    assert sample(0, 0, 1, 1).cut(3).min_tokens is None

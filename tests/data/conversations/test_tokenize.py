@@ -1,10 +1,12 @@
 import json
+import re
 from dataclasses import asdict
 
 import datasets
 import pytest
 
 from data.conversations.choices import Turns
+from data.conversations.masks import LOST_REASONING
 from data.conversations.schemas import Conversation
 from data.conversations.template import template_fingerprint
 from data.conversations.tokenize import Enough, TokenizeReport, tokenize
@@ -46,6 +48,7 @@ def test_the_dataset_and_its_report(tmp_path):
         num_unsupervised=0,
         num_straddling=0,
         num_with_markers=0,
+        notes={},
         template_fingerprint=template_fingerprint(tokenizer, {}),
     )
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == asdict(report)
@@ -85,8 +88,10 @@ def test_overlong_samples_are_cut_and_reported(tmp_path):
     assert (cut.num_overlong, cut.num_unsupervised) == (2, 1)
 
 
-# A turn that thinks starts in another way where it is not the last one.
-UNSTABLE = templates.CHATML.replace("message.content", "message.content[loop.last and message.thinks or 0:]")
+# The prompt of a conversation that thinks has no answer.
+UNSTABLE = templates.CHATML.replace(
+    "add_generation_prompt %}", "add_generation_prompt %}{{- messages[0].thinks or '' }}"
+)
 
 
 @pytest.mark.parametrize("template", [templates.STRICT, UNSTABLE])
@@ -94,9 +99,9 @@ def test_a_few_conversations_that_the_template_cannot_render_are_left_out_and_ma
     tmp_path, template
 ):
     tokenizer = byte_level_tokenizer(template)
-    twice = [{"role": "user", "content": "and"}] * (1 if template == UNSTABLE else 2)
-    thinks = [{"role": "assistant", "content": "six", "thinks": 2}, *conversation("", "and", "six").messages]
-    bad = [Conversation(f"bad-{i}", (*twice, *thinks)) for i in range(6)]
+    twice = [{"role": "user", "content": "and", "thinks": "two"}] * (1 if template == UNSTABLE else 2)
+    answer = {"role": "assistant", "content": "six"}
+    bad = [Conversation(f"bad-{i}", (*twice, answer)) for i in range(6)]
     good = [conversation(str(i), "and", "six", "and", "six") for i in range(6)]
     reported = []
     report = tokenize(
@@ -127,14 +132,31 @@ def test_special_tokens_in_a_users_text_are_counted_and_leave_the_mask_alone(tmp
     assert "data: 1 conversations have special tokens" in capsys.readouterr().err
 
 
-def test_no_sample_left_is_a_user_error(tmp_path):
-    with pytest.raises(UserError, match="No sample is left"):
-        tokenize(
-            [conversation("a", "and", "six")],
-            byte_level_tokenizer(templates.CHATML),
-            output_dir=tmp_path / "out",
-            **options(max_tokens=3),
-        )
+def test_a_limit_that_cuts_answers_away_is_reported_with_the_one_that_keeps_nine_tenths(tmp_path, capsys):
+    tokenizer = byte_level_tokenizer(templates.CHATML)
+    data = [conversation(str(i), "and " * i, "six") for i in range(1, 21)]
+
+    def kept(max_tokens: int) -> tuple[int, str]:
+        output_dir = tmp_path / str(len(list(tmp_path.iterdir())))
+        report = tokenize(data, tokenizer, output_dir=output_dir, **options(max_tokens=max_tokens))
+        return report.num_samples, capsys.readouterr().err
+
+    num_samples, said = kept(20)
+    assert f"{20 - num_samples} of 20 samples are cut" in said
+    (enough,) = re.findall(r"data.max_tokens=(\d+) keeps nine tenths", said)
+    assert [kept(int(enough) - change)[0] for change in (0, 1)] == [18, 17]
+    with pytest.raises(UserError, match=f"No sample is left.*data.max_tokens={enough}"):
+        kept(3)
+    assert "keeps" not in kept(int(enough))[1]
+
+
+def test_what_the_template_leaves_out_is_counted(tmp_path, capsys):
+    tokenizer = byte_level_tokenizer(templates.NEVER_THINKING)
+    thought = {"role": "assistant", "content": "six", "reasoning_content": "two two"}
+    data = [Conversation(str(i), ({"role": "user", "content": "and"}, thought)) for i in range(70)]
+    report = tokenize(data, tokenizer, output_dir=tmp_path / "out", **options(num_workers=2))
+    assert report.notes[LOST_REASONING] == 70
+    assert f"data: 70 {LOST_REASONING}" in capsys.readouterr().err
 
 
 def test_files_of_a_killed_run_are_removed(tmp_path):
