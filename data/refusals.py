@@ -11,9 +11,9 @@ _ALWAYS_ALLOWED = 8  # a small dataset may lack this many, unless they are more 
 _SHOWN_REFUSALS = 8
 
 
-def num_allowed(num_samples: int) -> int:
+def num_allowed(num_samples: int, max_fraction: float = _MAX_FRACTION) -> int:
     """Return how many samples, or conversations, may be left out."""
-    return max(int(_MAX_FRACTION * num_samples), min(_ALWAYS_ALLOWED, num_samples // 2))
+    return max(int(max_fraction * num_samples), min(_ALWAYS_ALLOWED, num_samples // 2))
 
 
 def check_refusals(refused: Mapping[int, str], num_samples: int, remedy: str = "") -> None:

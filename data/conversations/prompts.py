@@ -64,20 +64,6 @@ def render_prompt(
     return target.encode(target.text(messages, add_generation_prompt=True))
 
 
-def render_text(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Messages,
-    tools: Tools,
-    template_kwargs: Mapping[str, Any],
-    template: str = UNCHANGED,
-    *,
-    add_generation_prompt: bool,
-) -> str:
-    """Return the text of the messages, and of the generation prompt if it is asked for."""
-    target = Template(tokenizer, tools, template_kwargs, template)
-    return target.text(messages, add_generation_prompt=add_generation_prompt)
-
-
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase,
     messages: Messages,

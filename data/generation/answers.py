@@ -19,7 +19,7 @@ from data.progress import Progress
 from data.sampling import Prompts, Sampling
 from eagle31.errors import UserError
 
-_MIN_ANSWER_TOKENS = 2  # fewer have no supervised position
+MIN_ANSWER_TOKENS = 2  # fewer have no supervised position
 _CHECKSUM = b', "crc32": '
 _MOST_DIALOGUES = 1 << 20  # of a block; makes indices of all blocks
 
@@ -106,23 +106,27 @@ class Block:
         Args:
             skipped: called with the number of answers in the file.
         """
-        recorded: dict[int, list[list[int]]] = {}
-        for index, ids in _read(self.output, header):
-            recorded.setdefault(index, []).append(ids)
+        recorded: dict[int, list[tuple[list[int], int]]] = {}
+        for index, ids, prompt in _read(self.output, header):
+            recorded.setdefault(index, []).append((ids, prompt))
         skipped(sum(map(len, recorded.values())))
         if not self.output.exists() or not self.output.stat().st_size:
             self.output.parent.mkdir(parents=True, exist_ok=True)
             self._append(header)
         for index in range(len(self.dialogues)):
             following = self._ask(index)
-            for ids in recorded.get(index, []):
+            for ids, prompt in recorded.get(index, []):
+                if following is None or _checksum(following.prompt) != prompt:
+                    name = self.dialogues[index].name
+                    remedy = f"Its answers to {name} belong to other prompts than the template writes now; "
+                    raise UserError("output", self.output, remedy + "delete it.")
                 following = self._answer(index, ids)
             if following is not None:
                 yield following
 
     def answered(self, answers: Answers) -> list[Asked]:
         """Write answers into the file, and return the prompts that follow."""
-        self._append({"answers": answers})
+        self._append({"answers": [(*one, _checksum(self._waiting[one[0]])) for one in answers]})
         following = [self._answer(index, ids) for index, ids in answers]
         return [one for one in following if one is not None]
 
@@ -171,7 +175,7 @@ def answer_dialogues(
         total: the number of answers, if it is known.
 
     Raises:
-        UserError: a file was made with other settings, or is damaged.
+        UserError: a file was made with other settings or for other prompts, or is damaged.
     """
     header = asdict(sampling) | {"stop_token_ids": sorted(sampling.stop_token_ids)}
     header |= {"engine": generator.engine, "model": model_fingerprint}
@@ -261,22 +265,30 @@ def answer_prompts(
 
 
 def record_batch(
-    samples: Iterable[tuple[str, Sequence[int], Sequence[int]]], max_tokens: int | None = None
+    samples: Iterable[tuple[str, Sequence[tuple[Sequence[int], Sequence[int]]]]],
 ) -> pa.RecordBatch:
-    """Join (id, prompt, answer) into the columns of tokenized data; the loss mask covers the answers.
+    """Join (id, turns) into the columns of tokenized data; the loss mask covers the answers.
 
-    Samples are cut to `max_tokens`; those whose answers have fewer than two tokens are left out.
+    Args:
+        samples: their turns are pairs of a prompt and an answer of at least two tokens. A prompt begins with
+            the prompt and the answer before it.
     """
     columns: dict[str, list[Any]] = {name: [] for name in SAMPLE_SCHEMA.names}
-    for id, prompt, answer in samples:
-        ids = np.concatenate([np.asarray(prompt, np.int32), np.asarray(answer, np.int32)])[:max_tokens]
-        if len(ids) < len(prompt) + _MIN_ANSWER_TOKENS:
-            continue
+    for id, turns in samples:
+        prompt, answer = turns[-1]
+        ids = np.concatenate([np.asarray(prompt, np.int32), np.asarray(answer, np.int32)])
+        mask = np.zeros(len(ids), bool)
+        for prompt, answer in turns:
+            mask[len(prompt) : len(prompt) + len(answer)] = True
         columns["id"].append(id)
         columns["input_ids"].append(ids)
-        columns["loss_mask"].append(np.arange(len(ids)) >= len(prompt))
-        columns["num_prompt_tokens"].append(len(prompt))
+        columns["loss_mask"].append(mask)
+        columns["num_prompt_tokens"].append(len(turns[0][0]))
     return pa.RecordBatch.from_pydict(columns, schema=SAMPLE_SCHEMA)
+
+
+def _checksum(prompt: Sequence[int]) -> int:
+    return zlib.crc32(np.asarray(prompt, "<i4").tobytes())
 
 
 def _line(record: dict[str, Any]) -> bytes:
@@ -284,8 +296,8 @@ def _line(record: dict[str, Any]) -> bytes:
     return text + _CHECKSUM + b"%d}\n" % zlib.crc32(text)
 
 
-def _read(path: Path, header: dict[str, Any]) -> Iterator[tuple[int, list[int]]]:
-    """Yield the answers of a file, and remove a last line that a killed run left incomplete."""
+def _read(path: Path, header: dict[str, Any]) -> Iterator[tuple[int, list[int], int]]:
+    """Yield (index, answer, checksum of its prompt), and remove a line that a killed run left incomplete."""
     if not path.exists():
         return
     content = path.read_bytes()

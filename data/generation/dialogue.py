@@ -3,21 +3,26 @@
 What it wrote becomes a message for its chat template: reasoning, text and tool calls. The template decides
 what a completion means: what it writes around the reasoning and the content of an example is looked for in
 the completion. A message is taken if the template writes the completion again with it, character for
-character; around a text it may leave out white space, as it does in serving. Otherwise the conversation ends:
-its next prompt would have what nobody wrote.
+character; around a text it may leave out white space, and before it a thought, as it does in serving. The
+token that ends the turn may be left to the next message. Otherwise the conversation ends: its next prompt
+would have what nobody wrote.
 """
 
 import json
 import re
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations.prompts import render_prompt, render_text, with_missing_answers
+from data.conversations.boundaries import served_text
+from data.conversations.prompts import with_missing_answers
 from data.conversations.schemas import Conversation
-from data.conversations.template import TemplateRefused, decode
+from data.conversations.template import Template, TemplateRefused, decode
+from data.conversations.thoughts import REASONING_KEYS, opened, split_thought, without_empty_thought
+from data.generation.answers import MIN_ANSWER_TOKENS
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _CONTEXT_TOKENS = 8
@@ -25,10 +30,12 @@ _REASONING, _CONTENT = "REASONING-of-an-example", "CONTENT-of-an-example"
 _LOOP_TOKENS, _LOOPED_TOKENS = 256, 64
 # Why a conversation ends before its last turn.
 CUT = "an answer reaches data.regenerate.max_new_tokens"
+EMPTY = "the target writes nothing"
+NO_ROOM = "the next prompt leaves no room for an answer in data.max_tokens"
+OVERLONG = "the first prompt leaves no room for an answer in data.max_tokens"
 UNREADABLE = "the chat template does not write an answer again as the target wrote it"
 OTHER_CALLS = "the recorded results of tools do not fit the target's calls"
 REPEATED = "an answer repeats itself to its end, which is left out"
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # templates read one of them
 
 
 class Regenerated:
@@ -44,6 +51,7 @@ class Regenerated:
         stop_token_ids: the tokens that end a completion.
         max_tokens: the limit for prompt and completion together.
         on_refused: called with (id, reason) if the template refuses; may raise UserError.
+        on_overlong: called if the first prompt leaves no room; may raise UserError.
     """
 
     def __init__(
@@ -54,16 +62,16 @@ class Regenerated:
         stop_token_ids: Collection[int],
         max_tokens: int,
         on_refused: Callable[[tuple[str, str]], None],
+        on_overlong: Callable[[], None],
     ) -> None:
         self.conversation = conversation
         self.name = f"conversation {conversation.id}"
         self.ended: str | None = None  # why it ended early: one of the reasons above
         self.refused: str | None = None  # why the template refuses
         self.turn = 0  # of the next prompt
-        self._tokenizer = tokenizer
-        self._template_kwargs = template_kwargs
+        self.template = Template(tokenizer, conversation.tools, template_kwargs, conversation.template)
         self._stop_token_ids, self._max_tokens = stop_token_ids, max_tokens
-        self._on_refused = on_refused
+        self._on_refused, self._on_overlong = on_refused, on_overlong
         self._messages = with_missing_answers(conversation.messages)
         self._position = 0
         self._history: list[dict[str, Any]] = []
@@ -78,20 +86,16 @@ class Regenerated:
         if self._position >= len(messages):
             return None
         try:
-            prompt = render_prompt(
-                self._tokenizer,
-                self._history,
-                self.conversation.tools,
-                self._template_kwargs,
-                self.conversation.template,
-            )
+            prompt = self._tokens(self._history)
         except TemplateRefused as refused:
             self._end()
             self.refused = refused.remedy
             self._on_refused((self.conversation.id, refused.remedy))
             return None
-        if len(prompt) + 2 > self._max_tokens:
-            self._end()
+        if len(prompt) + MIN_ANSWER_TOKENS > self._max_tokens:
+            self._end(NO_ROOM if self.turn else OVERLONG)
+            if not self.turn:
+                self._on_overlong()
             return None
         self._prompt = array("i", prompt)  # a tenth of a list's memory
         return self._prompt
@@ -100,7 +104,7 @@ class Regenerated:
         """Continue after the target's completion of the latest prompt."""
         self.turn += 1
         if not ids:
-            self._end()
+            self._end(EMPTY)
             return
         if repeats_itself(ids, self._stop_token_ids):
             self._end(REPEATED)
@@ -114,14 +118,7 @@ class Regenerated:
         if ids[-1] not in self._stop_token_ids:
             self._end(CUT)
             return
-        turn = parsed_turn(
-            self._tokenizer,
-            self._history,
-            self.conversation,
-            self._template_kwargs,
-            self._prompt,
-            ids,
-        )
+        turn = parsed_turn(self.template, self._history, self._prompt, ids)
         if turn is None:
             self._end(UNREADABLE)
             return
@@ -130,6 +127,14 @@ class Regenerated:
             self._end(OTHER_CALLS)
             return
         self._history.append(turn)
+
+    def min_tokens(self) -> int:
+        """Return the fewest tokens that have room for the first prompt and an answer."""
+        first = takewhile(lambda message: message["role"] != "assistant", self._messages)
+        return len(self._tokens(list(first))) + MIN_ANSWER_TOKENS
+
+    def _tokens(self, history: Sequence[dict[str, Any]]) -> list[int]:
+        return self.template.encode(self.template.text(history, add_generation_prompt=True))
 
     def _end(self, reason: str | None = None) -> None:
         self.ended = reason
@@ -145,54 +150,82 @@ def repeats_itself(ids: Sequence[int], stop_token_ids: Collection[int]) -> bool:
 
 
 def parsed_turn(
-    tokenizer: PreTrainedTokenizerBase,
-    history: Sequence[dict[str, Any]],
-    conversation: Conversation,
-    template_kwargs: Mapping[str, Any],
-    prompt: Sequence[int],
-    answer: Sequence[int],
+    template: Template, history: Sequence[dict[str, Any]], prompt: Sequence[int], answer: Sequence[int]
 ) -> dict[str, Any] | None:
     """Return the assistant's message after `history` with which the template writes the answer, or None.
 
     Args:
         prompt: the token ids of the history and the generation prompt.
-        answer: the token ids of the target's completion.
+        answer: the token ids of the target's completion, of which the last ends it.
     """
-
-    def text(messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool) -> str:
-        return render_text(
-            tokenizer,
-            messages,
-            conversation.tools,
-            template_kwargs,
-            conversation.template,
-            add_generation_prompt=add_generation_prompt,
-        )
-
+    tokenizer = template.tokenizer
     # Decoded after the prompt's end, because some tokenizers drop a text's first space.
-    end = list(prompt[-_CONTEXT_TOKENS:])
-    answered = decode(tokenizer, [*end, *answer]).removeprefix(decode(tokenizer, end))
-    before = text(history, add_generation_prompt=True)
-    text_of_answer = answered.removesuffix(decode(tokenizer, list(answer[-1:])))
-    readings = [*_parsed(tokenizer, conversation.tools, prompt, answer)]
-    for keys in (_REASONING_KEYS, ()):
+    context = list(prompt[-_CONTEXT_TOKENS:])
+    answered = decode(tokenizer, [*context, *answer]).removeprefix(decode(tokenizer, context))
+    end = decode(tokenizer, list(answer[-1:]))
+    answered = answered.removesuffix(end)
+    before = template.text(history, add_generation_prompt=True)
+    readings = [*_parsed(template, prompt, answer)]
+    for keys in (REASONING_KEYS, ()):
         example = {"role": "assistant", "content": _CONTENT, **dict.fromkeys(keys, _REASONING)}
-        try:
-            written = text([*history, example], add_generation_prompt=False)
-        except TemplateRefused:
+        written = _written(template, history, example, before)
+        if written is None:
             continue
-        readings += _readings(written.removeprefix(before), text_of_answer, tokenizer.all_special_tokens)
+        opening, _, _ = written.partition(_CONTENT)
+        parts = map(re.escape, opening.split(_REASONING))
+        if found := re.match("(.*?)".join(parts) + "(.*)", answered, re.DOTALL):
+            readings += _readings(found.groups(), tokenizer.all_special_tokens)
+    thought, mark, rest = split_thought(answered)
+    if mark:
+        readings += _readings((opened(thought), rest), tokenizer.all_special_tokens)
     for message in readings:
         content = message["content"]
+        stripped = content.strip().join(answered.rsplit(content, 1)) if content else answered
         for shown in dict.fromkeys((content, content.strip())):
-            try:
-                rendered = text([*history, message | {"content": shown}], add_generation_prompt=False)
-            except TemplateRefused:
-                continue
-            read = before + answered, before + answered.replace(content, content.strip(), 1)
-            if rendered.startswith(read):  # it may write more after the turn's end
-                return message | {"content": shown}
+            read = message | {"content": shown}
+            said = dict.fromkeys((answered, stripped))
+            if any(_writes(template, history, read, before, text, end) for text in said):
+                return read
     return None
+
+
+def _written(
+    template: Template, history: Sequence[dict[str, Any]], message: dict[str, Any], prompt: str
+) -> str | None:
+    """Return what the template writes for a message after its prompt; None if it refuses."""
+    messages = [*history, message]
+    try:
+        written = template.text(messages, add_generation_prompt=False)
+        return served_text(template, messages, prompt, written)[len(prompt) :]
+    except TemplateRefused:
+        return None
+
+
+def _writes(
+    template: Template,
+    history: Sequence[dict[str, Any]],
+    message: dict[str, Any],
+    prompt: str,
+    said: str,
+    end: str,
+) -> bool:
+    """Return whether the template writes a message as the target said it, or without its thought alone.
+
+    Args:
+        end: the token that ends what was said. The next message may write it.
+    """
+    turn = _written(template, history, message, prompt)
+    if turn is not None and (turn.startswith(said + end) or turn == said):
+        return True
+    _, mark, rest = split_thought(said)
+    if not mark or not rest:
+        return False
+    try:
+        text = template.text([*history, message], add_generation_prompt=False)
+    except TemplateRefused:
+        return False
+    head, found, _ = text.rpartition(rest + end) if rest + end in text else text.rpartition(rest)
+    return bool(found) and without_empty_thought(head) == without_empty_thought(prompt)
 
 
 def same_calls(turn: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:
@@ -211,37 +244,24 @@ def _calls(message: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     return [(function.get("name"), function.get("arguments") or {}) for function in functions]
 
 
-def _parsed(
-    tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[dict[str, Any]] | None,
-    prompt: Sequence[int],
-    answer: Sequence[int],
-) -> Iterator[dict[str, Any]]:
+def _parsed(template: Template, prompt: Sequence[int], answer: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Yield the message that the tokenizer's own parser reads, if it has one."""
+    tokenizer = template.tokenizer
     if getattr(tokenizer, "response_template", None):
         try:
             parsed = tokenizer.parse_response(
-                list(answer), prefix=list(prompt), tools=list(tools) if tools else None
+                list(answer), prefix=list(prompt), tools=template.arguments["tools"]
             )
             yield {"content": "", **parsed, "role": "assistant"}
         except (ValueError, TypeError):  # it is not written as the format requires
             pass
 
 
-def _readings(written: str, answered: str, special_tokens: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield messages that an answer may be, by what the template writes around reasoning and content.
-
-    Args:
-        written: the template's turn with `_CONTENT`, and `_REASONING` if it has any.
-        answered: the answer without the token that ends it.
-    """
-    opening, _, _ = written.partition(_CONTENT)
-    parts = map(re.escape, opening.split(_REASONING))
-    found = re.match("(.*?)".join(parts) + "(.*)", answered, re.DOTALL)
-    if found is None:
-        return
-    *reasonings, content = found.groups()
-    message = {"role": "assistant", **dict.fromkeys(_REASONING_KEYS if reasonings else (), *reasonings[:1])}
+def _readings(parts: Sequence[str], special_tokens: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield messages that an answer may be, of its reasoning, if it has any, and its content."""
+    *reasonings, content = parts
+    message: dict[str, Any] = {"role": "assistant"}
+    message |= dict.fromkeys(REASONING_KEYS if reasonings else (), *reasonings[:1])
     calls = [_call(one) for one in _CALL.findall(content)]
     readings = [message | {"content": content}]
     if calls and None not in calls:

@@ -3,7 +3,8 @@
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,11 +14,20 @@ from transformers import PreTrainedTokenizerBase
 
 from data.conversations.prompts import with_missing_answers
 from data.conversations.schemas import Conversation, Conversations
-from data.conversations.template import has_markers
+from data.conversations.template import TEXT_ARGUMENTS, has_markers
 from data.conversations.tokenize import SAMPLE_SCHEMA, check_refused, print_markers
-from data.generation.answers import AnswerGenerator, Block, answer_dialogues, record_batch
+from data.generation.answers import (
+    MIN_ANSWER_TOKENS,
+    AnsweredTurn,
+    AnswerGenerator,
+    Block,
+    answer_dialogues,
+    record_batch,
+)
 from data.generation.dialogue import Regenerated, repeats_itself
+from data.refusals import num_allowed
 from data.sampling import Sampling
+from eagle31.errors import UserError
 from eagle31.json_files import read_json, replacing, write_json
 
 Refusals = list[tuple[str, str]]
@@ -25,6 +35,9 @@ Refusals = list[tuple[str, str]]
 # Assistant turns in memory at a time: they keep many GPUs busy, and take a few GB at 8,000 tokens each.
 BLOCK_TURNS = 16384
 _BATCH_SAMPLES = 1024
+_MOST_OVERLONG = 0.1  # of the conversations, whose first prompts have no room
+_MEASURED_CONVERSATIONS = 1000
+SHORT = "answers have fewer than two tokens, so that they are left out"
 
 
 def regenerate(
@@ -44,7 +57,8 @@ def regenerate(
 ) -> Dataset:
     """Write the assistant turns one by one, those that are missing too.
 
-    Each prompt contains the target's earlier completions.
+    Each prompt contains the target's earlier completions. Turns whose prompt continues the prompt and the
+    completion before it share a sample.
 
     Conversations are answered in blocks, whose samples go to disk, so that the memory does not depend on
     their number. A block begins before the last conversations of the one before it have ended.
@@ -61,12 +75,13 @@ def regenerate(
         progress: reports on stderr how many answers are finished, how fast, and the time left.
 
     Raises:
-        UserError: the template refuses too many conversations.
+        UserError: the template refuses too many conversations, or too many first prompts are longer than
+            `max_tokens`.
 
     Returns:
-        One sample per assistant turn that has at least two tokens and does not repeat itself, in the columns
-        of tokenized data, mapped from the files in `directory`; the token ids are those that the target
-        generated.
+        Samples of the assistant turns that have at least two tokens and do not repeat themselves, in the
+        columns of tokenized data, mapped from the files in `directory`; the token ids are those that the
+        target generated. The id is the conversation's and the number of the first turn.
     """
     directory.mkdir(parents=True, exist_ok=True)
     remaining = iter(conversations)
@@ -74,12 +89,16 @@ def regenerate(
     parts: dict[int, Dataset] = {}  # by the block's number
     refusals: Refusals = []
     ends: Counter[str] = Counter()  # by reason
-    num_conversations = num_with_markers = num_blocks = 0
+    notes: Counter[str] = Counter()
+    latest: list[Regenerated] = []  # of the block that was taken last
+    num_conversations = num_turns_taken = num_with_markers = num_blocks = num_overlong = 0
 
     def blocks(num_turns: float) -> Iterator[Block]:
-        nonlocal num_conversations, num_with_markers, num_blocks
+        nonlocal num_conversations, num_turns_taken, num_with_markers, num_blocks, latest
         while num_turns > 0 and (some := _take_turns(remaining, min(block_turns, num_turns))):
-            num_turns -= sum(map(_num_turns, some))
+            num_turns_of_block = sum(map(_num_turns, some))
+            num_turns -= num_turns_of_block
+            num_turns_taken += num_turns_of_block
             num_conversations += len(some)
             num_with_markers += sum(has_markers(tokenizer, one.messages) for one in some)
             number, num_blocks = num_blocks, num_blocks + 1
@@ -87,37 +106,65 @@ def regenerate(
             if output.with_suffix(".arrow").exists():
                 refusals.extend((id, reason) for id, reason in add(number, output)["refused"])
                 continue
-            dialogues = [
-                Regenerated(one, tokenizer, template_kwargs, stops, max_tokens, refuse) for one in some
+            latest = [
+                Regenerated(one, tokenizer, template_kwargs, stops, max_tokens, refuse, check_overlong)
+                for one in some
             ]
-            yield Block(dialogues, output, number)
+            yield Block(latest, output, number)
 
     def refuse(refusal: tuple[str, str]) -> None:
         refusals.append(refusal)
         check_refused(refusals, num_conversations)
+
+    def check_overlong() -> None:
+        nonlocal num_overlong
+        num_overlong += 1
+        if num_overlong > num_allowed(num_conversations, _MOST_OVERLONG):
+            some = latest[:: len(latest) // _MEASURED_CONVERSATIONS + 1]
+            lengths = sorted(one.min_tokens() for one in some)
+            enough = lengths[math.ceil(len(lengths) * (1 - _MOST_OVERLONG)) - 1]
+            remedy = (
+                "More than a tenth of the conversations begin with a prompt that leaves no room for an "
+                f"answer; data.max_tokens={enough} keeps nine tenths of them."
+            )
+            raise UserError("data.max_tokens", max_tokens, remedy)
 
     def finished(block: Block) -> None:
         dialogues = cast("Sequence[Regenerated]", block.dialogues)
         found = {
             "refused": [(one.conversation.id, one.refused) for one in dialogues if one.refused],
             "ends": Counter(one.ended for one in dialogues if one.ended is not None),
+            "notes": Counter(
+                {
+                    SHORT: sum(len(one.ids) < MIN_ANSWER_TOKENS for one in block.turns),
+                    TEXT_ARGUMENTS: sum(one.template.has_text_arguments for one in dialogues),
+                }
+            ),
         }
         write_json(block.output.with_suffix(".json"), found)
         arrow = block.output.with_suffix(".arrow")
         with replacing(arrow) as sink, pa.ipc.new_stream(sink, SAMPLE_SCHEMA) as writer:
-            for start in range(0, len(block.turns), _BATCH_SAMPLES):
-                named = [
-                    (f"{dialogues[one.index].conversation.id}/{one.turn}", one.prompt, one.ids)
-                    for one in block.turns[start : start + _BATCH_SAMPLES]
-                    if one.ids and not repeats_itself(one.ids, stops)
-                ]
-                writer.write_batch(record_batch(named, max_tokens))
+            used = (
+                one
+                for one in block.turns
+                if len(one.ids) >= MIN_ANSWER_TOKENS and not repeats_itself(one.ids, stops)
+            )
+            samples = (
+                (
+                    f"{dialogues[group[0].index].conversation.id}/{group[0].turn}",
+                    [(one.prompt, one.ids[: max_tokens - len(one.prompt)]) for one in group],
+                )
+                for group in _joined(used)
+            )
+            while some := list(islice(samples, _BATCH_SAMPLES)):
+                writer.write_batch(record_batch(some))
         add(block.number, block.output)
 
     def add(number: int, output: Path) -> dict[str, Any]:
         """Add the samples of a finished block, and return how its conversations ended."""
         found = read_json(output.with_suffix(".json"))
         ends.update(found["ends"])
+        notes.update(found["notes"])
         parts[number] = Dataset.from_file(str(output.with_suffix(".arrow")))
         if progress:
             num_samples = sum(map(len, parts.values()))
@@ -127,16 +174,20 @@ def regenerate(
     total = None
     if progress:
         num_answers = sum(map(_num_turns, conversations))
-        total = num_answers if max_samples is None else min(num_answers, max_samples)
+        if max_samples is not None:  # as many conversations; fewer where some have several samples
+            num_answers = min(num_answers, math.ceil(num_answers * max_samples / len(conversations)))
         # Each finished block has about as many; a conversation may end before its last turn.
-        total = max(total - block_turns * len([*directory.glob("block-*.arrow")]), 0) or None
+        total = max(num_answers - block_turns * len([*directory.glob("block-*.arrow")]), 0) or None
     num_taken = -1
     while num_taken < num_blocks:
         num_taken, num_turns = num_blocks, math.inf
         if max_samples is not None:
-            # More follow where some gave no sample: at least 1 % of all, because a few use no GPU well.
-            num_missing = max_samples - sum(map(len, parts.values()))
-            num_turns = max(num_missing, max_samples // 100) if num_missing > 0 else 0
+            # A sample has one turn or more, which the first ones show, and some turns give none. At least 1 %
+            # of all follow, because a few use no GPU well.
+            num_samples = sum(map(len, parts.values()))
+            num_missing = max_samples - num_samples
+            num_turns = num_missing * (num_turns_taken / num_samples if num_samples else 1)
+            num_turns = max(num_turns, max_samples // 100) if num_missing > 0 else 0
         answer_dialogues(
             generator,
             blocks(num_turns),
@@ -149,12 +200,28 @@ def regenerate(
         )
     for reason, count in ends.items():
         print(f"regenerate: {count:,} conversations end where {reason}", file=sys.stderr, flush=True)
+    for note, count in (+notes).items():
+        print(f"regenerate: {count:,} {note}", file=sys.stderr, flush=True)
     print_markers(num_with_markers)
     if refusals:
         on_refused(refusals)
     if not parts:
         return Dataset(SAMPLE_SCHEMA.empty_table())
     return concatenate_datasets([parts[number] for number in sorted(parts)])
+
+
+def _joined(turns: Iterable[AnsweredTurn]) -> Iterator[list[AnsweredTurn]]:
+    """Group the turns whose prompts continue the prompt and the completion of the one before."""
+    group: list[AnsweredTurn] = []
+    for one in sorted(turns, key=lambda one: (one.index, one.turn)):
+        if group:
+            read = [*group[-1].prompt, *group[-1].ids]
+            if one.index != group[-1].index or list(one.prompt[: len(read)]) != read:
+                yield group
+                group = []
+        group.append(one)
+    if group:
+        yield group
 
 
 def _take_turns(conversations: Iterator[Conversation], num_turns: float) -> list[Conversation]:

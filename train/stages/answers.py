@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 from datasets import Dataset
 
-from data.generation.answers import AnswerGenerator, answer_prompts, record_batch
+from data.generation.answers import MIN_ANSWER_TOKENS, AnswerGenerator, answer_prompts, record_batch
 from data.sampling import Sampling
 from eagle31.errors import UserError
 from train.artifact import Artifact
@@ -60,7 +60,11 @@ def _answer_prompts(
         model_fingerprint=target.parts.fingerprint,
         progress=True,
     )
-    batch = record_batch(zip([prompt["id"] for prompt in prompts], token_ids, completions, strict=True))
+    batch = record_batch(
+        (prompt["id"], [(prompt["input_ids"], answer)])
+        for prompt, answer in zip(prompts, completions, strict=True)
+        if len(answer) >= MIN_ANSWER_TOKENS
+    )
     dataset = Dataset(pa.Table.from_batches([batch]))
     if not len(dataset):
         raise UserError("target.model", target.settings.model, "It completes no held-out prompt.")

@@ -61,6 +61,13 @@ def test_a_file_of_other_answers_is_a_user_error(tmp_path: Path, name: str, chan
         answers(tmp_path / "a.jsonl", **change)
 
 
+def test_answers_to_other_prompts_are_a_user_error(tmp_path: Path) -> None:
+    answers(tmp_path / "a.jsonl")
+    for changed in ([[1, 2, 3], [4], [5, 8], [7]], [[1, 2, 3], [4], [5, 6, 6], [7]]):
+        with pytest.raises(UserError, match=r"a\.jsonl: .*prompt 2 belong to other prompts"):
+            answers(tmp_path / "a.jsonl", prompts=changed)
+
+
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_damaged_line_is_named(tmp_path: Path, number: int) -> None:
     output = tmp_path / "a.jsonl"

@@ -8,11 +8,17 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from data.conversations.schemas import Conversation
-from data.generation.dialogue import CUT, OTHER_CALLS, UNREADABLE, parsed_turn
+from data.conversations.template import Template
+from data.generation.dialogue import CUT, EMPTY, NO_ROOM, OTHER_CALLS, UNREADABLE, parsed_turn
 from data.generation.regenerate import regenerate
 from data.sampling import Sampling
 from tests.data.conversations.chat_templates import (
     INSTRUCTIONS,
+    NEVER_THINKING,
+    PROMPTED_THINKING,
+    ROLE_TOKENS,
+    ROLES,
+    SYSTEM_LAST,
     byte_level_tokenizer,
     sentencepiece_tokenizer,
 )
@@ -53,15 +59,20 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def regenerated(
-    tokenizer: PreTrainedTokenizerFast, directory: Path, messages: list[dict], answers: list[str]
+    tokenizer: PreTrainedTokenizerFast,
+    directory: Path,
+    messages: list[dict],
+    answers: list[str],
+    stop: str | None = None,
+    **settings: Any,
 ) -> list[dict[str, Any]]:
     """Return the samples of one conversation for which the target writes the given answers."""
 
     left = [tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in answers]
     generator = OneAtATime(lambda prompt: left.pop(0))
     rest: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": [].append}
-    rest |= {"directory": directory, "model_fingerprint": "f"}
-    sampling = Sampling(100, (tokenizer.eos_token_id,), 0.0, seed=0)
+    rest |= {"directory": directory, "model_fingerprint": "f", **settings}
+    sampling = Sampling(100, (tokenizer.convert_tokens_to_ids(stop or tokenizer.eos_token),), 0.0, seed=0)
     return regenerate([Conversation("c", tuple(messages))], tokenizer, generator, sampling, **rest).to_list()
 
 
@@ -140,6 +151,9 @@ CHANNEL_ANSWER = (
     [
         (STRUCTURED, "<think>\nI add", CUT),
         (STRUCTURED, "<think>I add.</think>four<|im_end|>", UNREADABLE),
+        (STRUCTURED, "", EMPTY),
+        (NEVER_THINKING, "<think>Two.four<|im_end|>", UNREADABLE),
+        (NEVER_THINKING.replace("'<|im_end|>' + ", ""), "<think>Two.</think><|im_end|>", UNREADABLE),
         (CHANNELS.replace("message.thinking", "none"), CHANNEL_ANSWER, UNREADABLE),
         (CHANNELS, CHANNEL_ANSWER.replace("final", "other"), UNREADABLE),
         (CHANNELS, CHANNEL_ANSWER.replace("Two.", "Two.<end><|im_start|>assistant"), UNREADABLE),
@@ -152,8 +166,59 @@ def test_a_conversation_ends_where_its_history_would_have_what_the_target_did_no
     marks = [*MARKS, "<channel>", "<message>", "<end>"]
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
     rows = regenerated(tokenizer, tmp_path, TWO_TURNS, [answer, "no"])
-    assert [row["id"] for row in rows] == ["c/0"]
+    assert [row["id"] for row in rows] == ["c/0"][: bool(answer)]
     assert f"1 conversations end where {reason}" in capsys.readouterr().err
+
+
+def test_a_conversation_ends_where_the_next_prompt_has_no_room(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = ["four " * 20 + "<|im_end|>", "no"]
+    rows = regenerated(tokenizer, tmp_path, TWO_TURNS, answers, max_tokens=30)
+    assert [(row["id"], len(row["input_ids"])) for row in rows] == [("c/0", 30)]
+    assert f"1 conversations end where {NO_ROOM}" in capsys.readouterr().err
+
+
+HIDDEN_THINKING = PROMPTED_THINKING.replace("'</think>' + message", "message")
+
+
+@pytest.mark.parametrize(
+    ("template", "thinking", "answer", "history"),
+    [
+        (NEVER_THINKING, False, "<think>Two.</think>four<|im_end|>", "<think></think>four<|im_end|>"),
+        (PROMPTED_THINKING, True, "Two.</think>four<|im_end|>", "</think>four<|im_end|>"),
+        (PROMPTED_THINKING, False, "four<|im_end|>", "</think>four<|im_end|>"),
+        (HIDDEN_THINKING, True, "Two.</think>\n\nfour<|im_end|>", "\n\nfour<|im_end|>"),
+    ],
+)
+def test_a_thought_that_the_template_does_not_write_again_is_left_out_of_the_history(
+    tmp_path: Path, template: str, thinking: bool, answer: str, history: str
+) -> None:
+    tokenizer, settings = byte_level_tokenizer(template), {"template_kwargs": {"thinking": thinking}}
+    rows = regenerated(tokenizer, tmp_path, TWO_TURNS, [answer, "no"], **settings)
+    last = tokenizer.decode(rows[-1]["input_ids"])
+    assert f"<|im_start|>assistant\n{history}\n<|im_start|>user\nand<|im_end|>\n" in last
+    assert tokenizer.decode(rows[0]["input_ids"]).count("Two.") == answer.count("Two.")
+
+
+def test_the_next_role_ends_an_answer(tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer(ROLES)
+    tokenizer.add_special_tokens({"additional_special_tokens": ROLE_TOKENS})
+    answers = ["<think>Two.</think>four<|user|>", "<think></think>six<|user|>"]
+    first, second = regenerated(tokenizer, tmp_path, TWO_TURNS, answers, stop="<|user|>")
+    assert tokenizer.decode(first["input_ids"]) == f"<|user|>two<|assistant|>{answers[0]}"
+    history = "<|user|>two<|assistant|><think></think>four<|user|>and<|assistant|>"
+    assert tokenizer.decode(second["input_ids"]) == history + answers[1]
+
+
+def test_the_system_prompt_of_the_last_message_moves_on(tmp_path: Path) -> None:
+    tokenizer = sentencepiece_tokenizer(SYSTEM_LAST)
+    messages = [{"role": "system", "content": "be quick"}, *TWO_TURNS]
+    answers = ["four </s>", "six </s>"]
+    rows = [tokenizer.decode(row["input_ids"]) for row in regenerated(tokenizer, tmp_path, messages, answers)]
+    assert [row.count("be quick") for row in rows] == [1, 1]
+    assert "two [/INST] four </s>" in rows[1]
+    assert "be quick\n\nand [/INST] six </s>" in rows[1]
 
 
 @pytest.mark.parametrize("answer", [CHANNEL_ANSWER, "<channel>final<message>four<|im_end|>"])
@@ -177,7 +242,7 @@ def parsed(tokenizer: PreTrainedTokenizerFast, text: str) -> dict[str, Any] | No
     history = [{"role": "user", "content": "two"}]
     prompt = tokenizer("<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
     answer = tokenizer(text)["input_ids"]
-    return parsed_turn(tokenizer, history, Conversation("c", tuple(history)), {}, prompt, answer)
+    return parsed_turn(Template(tokenizer, None, {}), history, prompt, answer)
 
 
 def test_a_tokenizers_own_rules_read_formats_that_no_other_reading_knows() -> None:
@@ -206,5 +271,5 @@ def test_a_text_that_begins_with_a_space_is_read_again() -> None:
     prompt = tokenizer("<s>[INST] two [/INST]", add_special_tokens=False)["input_ids"]
     whole = tokenizer("<s>[INST] two [/INST] four </s>", add_special_tokens=False)["input_ids"]
     assert whole[: len(prompt)] == prompt
-    turn = parsed_turn(tokenizer, history, Conversation("c", ()), {}, prompt, whole[len(prompt) :])
+    turn = parsed_turn(Template(tokenizer, None, {}), history, prompt, whole[len(prompt) :])
     assert turn == {"role": "assistant", "content": "four"}

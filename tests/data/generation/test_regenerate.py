@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -15,8 +16,9 @@ from data.conversations.prompts import render_prompt
 from data.conversations.reading import Source
 from data.conversations.schemas import Conversation
 from data.generation.answers import AnswerGenerator
+from data.generation.dialogue import OVERLONG
 from data.generation.hf import TransformersGenerator
-from data.generation.regenerate import regenerate
+from data.generation.regenerate import SHORT, regenerate
 from data.sampling import Sampling
 from eagle31.errors import UserError
 from tests.data.conversations.chat_templates import CHATML, STRICT, byte_level_tokenizer
@@ -113,11 +115,13 @@ def test_every_turn_is_generated_after_the_targets_earlier_completions(
     generator = TransformersGenerator(model, 2) if in_batches else one
     dataset = regenerated(generator, tokenizer, tmp_path, block_turns=100 if in_batches else 3)
     by_id = expected(model, tokenizer)
-    assert {row["id"]: row["input_ids"] for row in dataset} == {id: [*p, *a] for id, (p, a) in by_id.items()}
-    for row in dataset:
-        prompt, answer = by_id[row["id"]]
-        assert row["loss_mask"] == [False] * len(prompt) + [True] * len(answer)
-        assert row["num_prompt_tokens"] == len(prompt)
+    for id, (prompt, answer) in by_id.items():
+        rows = [row for row in dataset if row["id"].partition("/")[0] == id.partition("/")[0]]
+        end = len(prompt) + len(answer)
+        [row] = [row for row in rows if row["input_ids"][:end] == [*prompt, *answer]][:1]
+        assert all(row["loss_mask"][len(prompt) : end])
+        assert row["num_prompt_tokens"] <= len(prompt)
+    assert sum(map(sum, dataset["loss_mask"])) == sum(len(answer) for _, answer in by_id.values())
     # The second turn's prompt contains the first completion.
     completion = tokenizer.decode(by_id["two/0"][1], skip_special_tokens=True)
     assert completion.strip()
@@ -185,17 +189,20 @@ def test_prompts_without_answers_are_answered_in_turn(
     conversations = list(Source(str(tmp_path / name), require_answer=False, **columns).reader())
     generator = OneAtATime(lambda prompt: [70, 71 + len(prompt) % 7, tokenizer.eos_token_id])
     rows = regenerated(generator, tokenizer, tmp_path / "out", conversations)
-    found = {row["id"]: row for row in rows}
-    for conversation, texts in zip(conversations, asked, strict=True):
+    for texts in asked:
         history: list[dict[str, Any]] = []
-        for turn, text in enumerate(texts):
-            row = found.pop(f"{conversation.id}/{turn}")
-            num_prompt_tokens = row["num_prompt_tokens"]
+        for text in texts:
             history.append({"role": "user", "content": text})
-            assert row["input_ids"][:num_prompt_tokens] == render_prompt(tokenizer, history, None, {})
-            answer = tokenizer.decode(row["input_ids"][num_prompt_tokens:], skip_special_tokens=True)
-            history.append({"role": "assistant", "content": answer})
-    assert not found
+            prompt = render_prompt(tokenizer, history, None, {})
+            answers = [
+                row["input_ids"][len(prompt) :][:3]
+                for row in rows
+                if row["input_ids"][: len(prompt)] == prompt
+            ]
+            assert answers[0] == [70, 71 + len(prompt) % 7, tokenizer.eos_token_id]
+            completion = tokenizer.decode(answers[0], skip_special_tokens=True)
+            history.append({"role": "assistant", "content": completion})
+    assert sum(map(sum, rows["loss_mask"])) == 3 * sum(map(len, asked))
 
 
 def test_sampled_batches_are_the_same_after_an_interruption(
@@ -234,9 +241,49 @@ def test_long_answers_are_cut_and_prompts_without_room_are_left_out(
     assert "two/1" not in rows
     assert len(by_id["two/0"][1]) > 2
     assert rows["two/0"]["input_ids"] == [*by_id["two/0"][0], *by_id["two/0"][1]][:max_tokens]
-    nothing = regenerated(generator, tokenizer, tmp_path / "none", max_tokens=2)
-    assert len(nothing) == 0
-    assert nothing.column_names == ["id", "input_ids", "loss_mask", "num_prompt_tokens"]
+
+
+def test_turns_that_continue_the_one_before_are_one_sample(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    stop = tokenizer.eos_token_id
+    generator = OneAtATime(lambda prompt: [70, 71, stop])
+    ten = conversation("ten", *(("user", "six"), ANSWER) * 10)
+    [row] = regenerated(generator, tokenizer, tmp_path, [ten])
+    assert row["id"] == "ten/0"
+    assert sum(row["loss_mask"]) == 30
+    supervised = [id for id, mask in zip(row["input_ids"], row["loss_mask"], strict=True) if mask]
+    assert supervised == [70, 71, stop] * 10
+    # Tokens that are not those of their text are no start of a prompt.
+    generator = OneAtATime(lambda prompt: [*tokenizer("\n")["input_ids"] * 2, stop])
+    rows = regenerated(generator, tokenizer, tmp_path / "other", [ten])
+    assert rows["id"][:] == [f"ten/{turn}" for turn in range(10)]
+
+
+def test_prompts_without_room_are_a_user_error_with_the_limit_that_keeps_nine_tenths(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some = [conversation(str(i), ("user", "six " * i), ANSWER) for i in range(100)]
+
+    def num_kept(max_tokens: int) -> int:
+        generator, directory = OneAtATime(lambda prompt: [70, 1]), tmp_path / str(max_tokens)
+        return len(regenerated(generator, tokenizer, directory, some, max_tokens=max_tokens))
+
+    with pytest.raises(UserError, match=r"data\.max_tokens=30: .*no room") as caught:
+        num_kept(30)
+    (enough,) = re.findall(r"data.max_tokens=(\d+) keeps", caught.value.remedy)
+    assert num_kept(int(enough)) == 90
+    assert f"10 conversations end where {OVERLONG}" in capsys.readouterr().err
+    with pytest.raises(UserError, match="no room"):
+        num_kept(int(enough) - 1)
+
+
+def test_answers_of_one_token_are_counted(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):  # the second run reads a finished block
+        regenerated(OneAtATime(lambda prompt: [1]), tokenizer, tmp_path, CONVERSATIONS[:1])
+        assert f"1 {SHORT}" in capsys.readouterr().err
 
 
 def test_a_few_conversations_that_the_template_refuses_are_left_out_and_reported(tmp_path: Path) -> None:
@@ -263,7 +310,7 @@ def test_an_answer_that_repeats_itself_is_left_out_and_counted(
         generator = OneAtATime(lambda prompt, answers=answers: next(answers))
         two = conversation("two", ("user", "six"), ANSWER, ("user", "seven"), ANSWER)
         rows = regenerated(generator, tokenizer, tmp_path / str(number), [two])
-        assert len(rows) == (1 if number < 2 else 2)
+        assert sum(map(sum, rows["loss_mask"])) == 2 + len(answer) * (number >= 2)
         assert ("1 conversations end where an answer repeats itself" in capsys.readouterr().err) == (
             number < 2
         )
@@ -289,6 +336,5 @@ def test_no_more_is_answered_than_max_samples_needs(
     some = [conversation(str(i), ("user", "six"), ANSWER, ("user", "ten"), ANSWER) for i in range(400)]
     generator = OneAtATime(lambda prompt: [70, 1] if len(generator.order) % 4 else [1])
     rows = regenerated(generator, tokenizer, tmp_path, some, max_samples=300)
-    assert 300 <= len(rows) <= 304
-    assert len(generator.order) <= 300 * 4 / 3 + 8
-    assert max(int(row["id"].partition("/")[0]) for row in rows) < (300 * 4 / 3 + 8) / 2
+    assert 300 <= len(rows) <= 310
+    assert max(int(row["id"].partition("/")[0]) for row in rows) < 350
