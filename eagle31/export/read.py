@@ -64,8 +64,7 @@ def load_export(
     tensors = {parameter_name(name, read.layout): tensor for name, tensor in read_tensors(directory).items()}
     embed_tokens = tensors.pop("embed_tokens.weight", None)
     d2t = tensors.pop("d2t", None)
-    tensors.pop("t2d", None)
-    target_ids = draft_target_ids(d2t, config)
+    target_ids = draft_target_ids(d2t, tensors.pop("t2d", None), config)
     if embed_tokens is None:
         embed_tokens = _target_rows(target.embed_tokens if target else None, "embed_tokens.weight", config)
     if "lm_head.weight" not in tensors:
@@ -123,11 +122,12 @@ def check_target(config: DrafterConfig, target: TargetDefaults) -> None:
         raise UserError(IDS, list(config.aux_layer_ids), remedy)
 
 
-def draft_target_ids(d2t: Tensor | None, config: DrafterConfig) -> Tensor | None:
+def draft_target_ids(d2t: Tensor | None, t2d: Tensor | None, config: DrafterConfig) -> Tensor | None:
     """Return the target's id of each draft id, int64 [Vd]; None for the full vocabulary.
 
     Raises:
-        UserError: d2t is missing, of the wrong size, or points outside the target's vocabulary.
+        UserError: d2t is missing, of the wrong size, points outside the target's vocabulary, names a token
+            twice, or has other tokens than t2d.
     """
     if not config.pruned:
         if d2t is not None and d2t.any():
@@ -144,6 +144,17 @@ def draft_target_ids(d2t: Tensor | None, config: DrafterConfig) -> Tensor | None
     if ids.min() < 0 or ids.max() >= config.vocab_size:
         remedy = "It points outside the target's vocabulary; d2t holds offsets, target id - draft id."
         raise UserError("d2t", f"{int(ids.min())}..{int(ids.max())}", remedy)
+    found = torch.bincount(ids, minlength=config.vocab_size)
+    if found.max() > 1:
+        token = int(found.argmax())
+        remedy = f"It names {int(found.sum() - found.count_nonzero())} tokens again, such as {token}."
+        raise UserError(
+            "d2t", d2t[ids == token].tolist(), f"{remedy} It holds offsets, target id - draft id."
+        )
+    if t2d is not None and (t2d.shape != found.shape or (num := int((t2d.bool() != found.bool()).sum()))):
+        remedy = "t2d is the mask of the tokens that d2t names, so that one of the two is wrong."
+        what = f"of shape {list(t2d.shape)}" if t2d.shape != found.shape else f"differs in {num:,} tokens"
+        raise UserError("t2d", what, remedy)
     return ids
 
 

@@ -96,7 +96,15 @@ def validate_export(directory: Path, spec: TargetSpec) -> tuple[str, ...]:
     if tokenizer and tokenizer != (found := tokenizer_fingerprint(load_tokenizer(spec))):
         remedy = f"The target has {found[:12]}: it is the wrong tokenizer, whose ids have another meaning."
         raise UserError("tokenizer_fingerprint", tokenizer[:12], remedy)
-    return loaded.notes
+    positions = loaded.drafter.config.max_position_embeddings
+    needed = parts.config.get_text_config().max_position_embeddings
+    if positions >= needed:
+        return loaded.notes
+    note = (
+        f"max_position_embeddings={positions:,}, but the target has {needed:,} positions: from there on few "
+        "drafts are accepted, or none; train on with drafter.init_from, or serve no longer texts."
+    )
+    return (*loaded.notes, note)
 
 
 def target_defaults(parts: TargetParts) -> TargetDefaults:

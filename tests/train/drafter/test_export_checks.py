@@ -25,6 +25,7 @@ from tests.train.drafter.tiny_export import (
 )
 from train.drafter.published import validate_export
 
+POSITIONS = {"max_position_embeddings": 2048}  # those of the target
 IDS = "eagle_aux_hidden_state_layer_ids"
 LATENT_YARN = {
     **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
@@ -42,7 +43,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> TargetSpec:
 def good(spec: TargetSpec, tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, Path]:
     root = tmp_path_factory.mktemp("good")
     for layout in Layout:
-        write_tiny_export(root / layout.value, spec, layout=layout, num_hidden_layers=2)
+        write_tiny_export(root / layout.value, spec, layout=layout, num_hidden_layers=2, **POSITIONS)
     return {layout: root / layout.value for layout in Layout}
 
 
@@ -107,6 +108,10 @@ def absolute_ids(tensors: dict[str, Any]) -> None:
     tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
 
 
+def twice(tensors: dict[str, Any]) -> None:
+    tensors["d2t"][7] = tensors["d2t"][6] - 1
+
+
 def random_embedding(tensors: dict[str, Any]) -> None:
     torch.manual_seed(1)
     tensors["embed_tokens.weight"] = torch.randn_like(tensors["embed_tokens.weight"])
@@ -116,6 +121,8 @@ def random_embedding(tensors: dict[str, Any]) -> None:
     ("edit", "expected"),
     [
         (absolute_ids, "d2t"),
+        (twice, "d2t="),
+        (lambda tensors: tensors["d2t"].zero_(), "t2d=differs"),
         (random_embedding, "drafts"),
         (lambda tensors: tensors.pop("fc_norm.1.weight"), "fc_norm.1.weight"),
         (lambda tensors: tensors["norm.weight"].fill_(float("nan")), "norm.weight"),
@@ -140,13 +147,19 @@ def test_another_target_is_named(export: Path, spec: TargetSpec, tmp_path: Path)
 
 
 def test_a_published_checkpoint_may_leave_out_what_vllm_has(tmp_path: Path, spec: TargetSpec) -> None:
-    write_tiny_export(tmp_path / "e", spec)
+    write_tiny_export(tmp_path / "e", spec, **POSITIONS)
     make_published(tmp_path / "e")
     edit_config(tmp_path / "e", lambda raw: raw.pop("norm_before_residual"))
     edit_tensors(tmp_path / "e", lambda tensors: tensors.pop("embed_tokens.weight"))
     assert validate_export(tmp_path / "e", spec) == ()
     edit_tensors(tmp_path / "e", absolute_ids)
     assert refusal(tmp_path / "e", spec).startswith("d2t=")
+
+
+def test_fewer_positions_than_the_target_has_are_named(tmp_path: Path, spec: TargetSpec) -> None:
+    write_tiny_export(tmp_path / "e", spec, max_position_embeddings=512)
+    [note] = validate_export(tmp_path / "e", spec)
+    assert note.startswith("max_position_embeddings=512, but the target has 2,048")
 
 
 def test_the_command_prints_what_it_finds(export: Path, spec: TargetSpec) -> None:
