@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from data.target.served import architecture
-from eagle31.json_files import read_json
 from train.config.capture import CaptureMode
 from train.config.run import Stage
 from train.config.target import EMBEDDED
