@@ -24,18 +24,18 @@ class AcceptanceStats:
     @property
     def acceptance_length(self) -> float:
         """Return the tokens emitted per target forward: accepted draft tokens + 1."""
-        return 1.0 + self.num_accepted / max(self.num_drafts, 1)
+        return 1.0 + _fraction(self.num_accepted, self.num_drafts)
 
     @property
     def absolute_acceptance(self) -> tuple[float, ...]:
         """Return the fraction of all drafts accepted up to and including each position."""
-        return tuple(n / max(self.num_drafts, 1) for n in self.accepted_per_position)
+        return tuple(_fraction(n, self.num_drafts) for n in self.accepted_per_position)
 
     @property
     def conditional_acceptance(self) -> tuple[float, ...]:
         """Return the fraction accepted at each position of the drafts accepted at the position before."""
         before = (self.num_drafts, *self.accepted_per_position)
-        return tuple(n / max(m, 1) for n, m in zip(self.accepted_per_position, before, strict=False))
+        return tuple(map(_fraction, self.accepted_per_position, before))
 
     def __add__(self, other: "AcceptanceStats") -> "AcceptanceStats":
         assert self.k == other.k
@@ -54,3 +54,7 @@ class AcceptanceStats:
             "absolute_acceptance": list(self.absolute_acceptance),
             "conditional_acceptance": list(self.conditional_acceptance),
         }
+
+
+def _fraction(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
