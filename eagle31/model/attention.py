@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle31.kernels.packed_steps import PackedKeys
-from eagle31.kernels.query_run import QueryRun, context_window
+from eagle31.kernels.query_run import QueryRun, context_window, tiles
 from eagle31.kernels.split_linear import TokenProjection
 
 if TYPE_CHECKING:
@@ -205,13 +205,14 @@ class LayerKeys:
         )
 
 
+MAX_SCORES = 2**23  # that are held at once where attention is computed by its definition
 Attend = Callable[[Tensor, LayerKeys], Tensor]  # query [R, Hq, D] -> [R, Hq, Dv]
 
 
 def attend_by_run(
     query: Tensor, keys: LayerKeys, runs: Sequence[QueryRun], scale: float, window: int | None = None
 ) -> Tensor:
-    """Apply `rollout_attention` to each run and the keys that it may read.
+    """Apply `rollout_attention` to each run and the keys that it may read, at most `MAX_SCORES` at a time.
 
     A packed row thus costs what its documents cost.
 
@@ -231,8 +232,10 @@ def attend_by_run(
     rollout_keys = _current_rows(keys.rollout_keys, keys.row_indices)
     rollout_values = _current_rows(keys.rollout_values, keys.row_indices)
     parts = []
-    for full_run in runs:
-        run = full_run.within(context)
+    most_rows = MAX_SCORES // query.shape[1]
+    for run in (
+        tile.within(context) for whole in runs for tile in tiles([whole], max(most_rows // whole.num_keys, 1))
+    ):
         queries = slice(run.query_start, run.query_stop)
         visible = None if run.num_queries == 1 else _visible(run, context, query.device)
         parts.append(

@@ -18,16 +18,22 @@ import torch
 from torch import Tensor
 
 from eagle31.kernels.elementwise import widened
-from eagle31.kernels.query_run import context_window, document_starts, query_runs, tiles
+from eagle31.kernels.query_run import context_window, document_starts, query_runs
 from eagle31.kernels.transfer import to_device
-from eagle31.model.attention import Attend, LayerKeys, attend_by_run, attention_weights, weighted_values
+from eagle31.model.attention import (
+    MAX_SCORES,
+    Attend,
+    LayerKeys,
+    attend_by_run,
+    attention_weights,
+    weighted_values,
+)
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch, supervised_drafts
 from eagle31.training.reference import reference_rollout
 
-MAX_SCORES = 2**23  # attention scores that are held at once
 NUM_POSITIONS = 64
 MIN_STEPS = 8  # rolled out where training and serving take fewer, because drift shows at the later ones
 
@@ -175,7 +181,7 @@ class _RecordingAttention:
         size = max(MAX_SCORES // (config.num_attention_heads * longest), 1)
         self._blocks = _blocks(chosen.rows, starts, size)
         (self.rows,) = to_device([chosen.rows], device)
-        every_row = tiles(query_runs(torch.arange(len(starts)), starts), size)
+        every_row = query_runs(torch.arange(len(starts)), starts)
         self._attend_every_row = partial(
             attend_by_run, runs=every_row, scale=self._scale, window=self._window
         )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from eagle31.decoding.chain import ChainDrafter
+from eagle31.model import attention
 from eagle31.training.rollout import rollout
 from tests.eagle31.tiny import MLA, random_batch, tiny_config, tiny_drafter
 
@@ -22,7 +23,19 @@ NUM_TOKENS = 4
         {"sliding_window": 1},
     ],
 )
-def test_drafts_equal_the_rollout_of_their_tokens(changes: dict[str, Any]) -> None:
+def test_drafts_equal_the_rollout_of_their_tokens(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 4 * 3 * 24  # scores: of three queries with all keys, so that the new positions are several tiles
+    monkeypatch.setattr(attention, "MAX_SCORES", most)
+    plain, held = attention.attention_weights, [0]
+
+    def counted(*args: Any) -> torch.Tensor:
+        weights = plain(*args)
+        held.append(weights.numel())
+        return weights
+
+    monkeypatch.setattr(attention, "attention_weights", counted)
     config, new_positions = tiny_config(**changes), (7, 1, 12)
     drafter, frozen = tiny_drafter(config)
     batch = random_batch((sum(new_positions) + NUM_TOKENS,), config, seed=3)
@@ -48,3 +61,4 @@ def test_drafts_equal_the_rollout_of_their_tokens(changes: dict[str, Any]) -> No
         logits = drafter.lm_head(normed)[0].detach()
         expected.append(int(ids[logits.argmax()]))
     assert draft.token_ids == expected
+    assert max(held) <= most
