@@ -11,6 +11,7 @@ from eagle31.kernels.tiled_attention import TILE
 from eagle31.model.config import DrafterConfig
 from eagle31.training.fused_loss import PRODUCT_ELEMENTS
 from eagle31.training.step import chunk_positions
+from eagle31.training.teacher_forced import logit_rows
 
 _WIDE = 4  # float32
 
@@ -101,6 +102,55 @@ def step_memory(
         loss_chunk=_loss_chunk(config, counts, itemsize, device, with_metrics) + product,
         backward=step.backward(counts, device, in_chunks),
     )
+
+
+def validation_memory(
+    config: DrafterConfig,
+    *,
+    row_tokens: int,
+    num_steps: int,
+    itemsize: int,
+    chunk_rows: int,
+    device: str,
+) -> int:
+    """Return the bytes of replay on one packed row, whose tokens the assistant wrote.
+
+    Args:
+        num_steps: tokens of a draft.
+        chunk_rows: rows that are prefilled or rolled out together.
+        itemsize, device: those of `step_memory`.
+    """
+    step, rows, layers = _Step(config, itemsize), min(chunk_rows, row_tokens), config.num_hidden_layers
+    hidden, head_dim, key_heads = config.hidden_size, config.head_dim, config.num_key_value_heads
+    flash, narrow = step.on_flash(device), config.value_width < head_dim
+    width = hidden + step.key_value_width * layers
+    if flash and narrow:
+        width += key_heads * head_dim * layers  # values in the kernel's width
+    kept = row_tokens * (width + (0 if flash else TILE)) * itemsize  # TILE: of the attention's mask
+
+    def computed(rows: int) -> int:
+        """Return the bytes of rows in a layer, in its attention or in its MLP."""
+        query, scores = 2 * rows * step.query_width, 0
+        if not flash and (device == "cuda" or narrow):  # matrix products of a tile
+            scores = (
+                2 * config.num_attention_heads * min(rows, TILE) * _WIDE + key_heads * head_dim * itemsize
+            )
+        merged = max(query * (itemsize if flash else _WIDE), row_tokens * scores)
+        attention = (rows * 6 * hidden + query) * itemsize + merged
+        mlp = 9 * hidden + config.num_attention_heads * config.value_width + 3 * config.intermediate_size
+        return max(rows * mlp * itemsize, attention)
+
+    of = config.attention.projections(config)
+    tokens = (rows + num_steps - 1) * (of.query_width + of.key_width)
+    later = (num_steps + 1 if flash else num_steps - 1) * rows * step.key_value_width * layers
+    tables = (num_steps + 1) * rows * 2 * config.rotary_width * _WIDE
+    logits = min(rows, logit_rows(device, config.vocab_size)) * config.draft_vocab_size * itemsize
+    # States, their norms one by one, and all norms; layers before the last need all rows at once.
+    fused = len(config.aux_layer_ids) * config.target_hidden_size * (3 if config.fc_norm else 1) + hidden
+    prefill = kept + rows * fused * itemsize
+    if layers > 1:
+        prefill = max(row_tokens * fused * itemsize, computed(row_tokens))
+    return max(prefill, kept + (tokens + later) * itemsize + tables + max(computed(rows), logits))
 
 
 @dataclass(frozen=True)

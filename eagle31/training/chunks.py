@@ -25,7 +25,7 @@ from eagle31.kernels.elementwise import widened
 from eagle31.model.attention import LayerKeys
 from eagle31.model.drafter import Drafter
 from eagle31.training.batch import PackedBatch
-from eagle31.training.rollout import prefill
+from eagle31.training.rollout import filled, key_attention, prefill, row_parts
 from eagle31.training.schedule import ChunkSchedule, RolloutSchedule, keys_of_share
 
 # The loss of a chunk and its sums, from the states at its rows and the keys of all rows.
@@ -93,6 +93,7 @@ class _Row:
         self.drafter, self.embed_tokens, self.batch = drafter, embed_tokens, batch
         self.schedule, self.weights, self.loss_of = schedule, weights, loss_of
         self.group = row_group
+        self.attend = key_attention(schedule, drafter.config, embed_tokens)
         self.attention = drafter.decoder_layers[-1].self_attn
         self.num_keys = self.num_rows = len(schedule.key_rows)
         if row_group is not None:
@@ -101,11 +102,16 @@ class _Row:
         self.grads: list[Tensor | None] = [None] * len(weights)
 
     def run(self) -> tuple[Tensor, Tensor]:
-        own, every = list(self._parts(self.schedule.key_part)), list(self._parts(slice(0, self.num_keys)))
-        state, *before, key, value = self._gathered(self._at_rows(own, self._prefilled))
+        own, every = (
+            row_parts(self.drafter, rows, self.schedule.chunk_rows)
+            for rows in (self.schedule.key_part, slice(0, self.num_keys))
+        )
+        state, *before, key, value = self._gathered(filled(self.num_rows, own, self._prefilled))
         keys = [*before, key, value]
         if self.attention.compresses:
-            keys[-2:] = self._at_rows(every, lambda part: self.attention.expanded((key[part], value[part])))
+            keys[-2:] = filled(
+                self.num_rows, every, lambda part: self.attention.expanded((key[part], value[part]))
+            )
         grad_state = torch.zeros_like(state)
         grad_keys = [torch.zeros_like(x, dtype=widened(x.dtype)) for x in keys]
         totals, sums = [], []
@@ -124,29 +130,12 @@ class _Row:
             self._add(torch.autograd.grad(outputs, self.weights, of_part, allow_unused=True))
         return torch.stack(totals).sum(), torch.stack(sums).sum(0)
 
-    def _parts(self, rows: slice) -> Iterator[slice]:
-        """Yield parts of key rows that are as large as a chunk; one where each row needs the others."""
-        size = self.schedule.chunk_rows
-        if size is None or len(self.drafter.layers) > 1:
-            size = max(self.num_keys, 1)
-        for start in range(rows.start, max(rows.stop, rows.start + 1), size):
-            yield slice(start, min(start + size, rows.stop))
-
     def _prefilled(self, part: slice) -> list[Tensor]:
         """Return the state, keys and values of layers before the last, and the last one's compressed ones."""
-        found = prefill(self.drafter, self.embed_tokens, self.batch, self.schedule, part)
+        rows, host_rows = self.schedule.key_rows[part], self.schedule.key_rows_host[part]
+        found = prefill(self.drafter, self.embed_tokens, self.batch, rows, host_rows, self.attend)
         before = (x for layer in found.keys for x in (layer.keys, layer.values))
         return [found.state, *before, *found.compressed]
-
-    def _at_rows(self, parts: Sequence[slice], function: Callable[[slice], Sequence[Tensor]]) -> list[Tensor]:
-        """Return tensors of all key rows, which have at these parts what the function returns for them."""
-        whole: list[Tensor] = []
-        for part in parts:
-            found = function(part)
-            whole = whole or [x.new_empty(self.num_rows, *x.shape[1:]) for x in found]
-            for x, rows in zip(whole, found, strict=True):
-                x[part] = rows
-        return whole
 
     def _gathered(self, found: list[Tensor]) -> list[Tensor]:
         """Fill in the other ranks' rows."""

@@ -31,7 +31,7 @@ from eagle31.model.attention import (
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.training.batch import PackedBatch, supervised_drafts
+from eagle31.training.batch import PackedBatch, captured_rows, supervised_drafts
 from eagle31.training.reference import reference_rollout
 
 NUM_POSITIONS = 64
@@ -110,16 +110,13 @@ class Drift:
 
 
 @torch.no_grad()
-def measure_drift(drafter: Drafter, frozen: FrozenParts, chosen: DriftRows, batch: PackedBatch) -> Drift:
-    """Measure drift. The host waits for the device once, at the end.
-
-    Args:
-        batch: the batch of `chosen`, on the drafter's device and in its dtype.
-    """
-    num_steps, config, device = chosen.num_steps, drafter.config, batch.input_ids.device
+def measure_drift(drafter: Drafter, frozen: FrozenParts, chosen: DriftRows) -> Drift:
+    """Measure drift. The host waits for the device once, at the end."""
+    num_steps, config, device = chosen.num_steps, drafter.config, frozen.embed_tokens.device
+    batch = chosen.batch.to(device, states=False)
     attention = _RecordingAttention(chosen, config, device)
     rows = attention.rows
-    captured = batch.aux_hidden_states[rows]
+    captured = captured_rows(batch.aux_hidden_states, rows, chosen.rows, frozen.embed_tokens.dtype)
     normed = drafter.norm_captured(captured).unbind(1)
     parts = [drafter.fc(_alone(normed, index)) for index in range(len(normed))]
     lm_head = frozen.lm_head or drafter.lm_head

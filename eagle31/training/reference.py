@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eagle31.kernels.query_run import document_starts, query_runs
+from eagle31.kernels.transfer import to_device
 from eagle31.model.attention import Attend, attend_by_run
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch, supervised_drafts, supervised_positions
+from eagle31.training.rollout import CHUNK_ROWS, prefill_in_parts
 from eagle31.training.step import DepthSums
 from eagle31.training.teacher import Teacher, full_teacher
 
@@ -33,15 +35,16 @@ def reference_rollout(
         attention: that of all rows and that of `rows`; None builds them here, which reads the rows.
     """
     last = batch.input_ids.shape[0] - 1
-    next_ids = torch.cat((batch.input_ids[1:], batch.input_ids[-1:]))
     attend_rows, attend = attention or _plain_attention(drafter, batch, rows)
-    embeds = F.embedding(next_ids, embed_tokens)
-    fused = drafter.fuse(batch.aux_hidden_states)
-    found = drafter.prefill(fused, embeds, batch.position_ids, attend_rows)
-    keys = drafter.step_keys(found)
+    every_row = torch.arange(last + 1)
+    (on_device,) = to_device([every_row], rows.device)
+    captured_state, keys = prefill_in_parts(
+        drafter, embed_tokens, batch, on_device, every_row, attend_rows, CHUNK_ROWS
+    )
     position_ids = batch.position_ids[rows]
     rotation = drafter.rotary(position_ids)
-    output = drafter.first_step(found.state[rows], embeds[rows], rotation, attend, keys)
+    embeds = F.embedding(batch.input_ids[(rows + 1).clamp(max=last)], embed_tokens)
+    output = drafter.first_step(captured_state[rows], embeds, rotation, attend, keys)
     state = output
     for step in range(num_steps):
         if step:

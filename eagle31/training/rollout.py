@@ -1,6 +1,6 @@
 """Recursive rollouts for training: tokens are teacher-forced, hidden states recurse."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
@@ -25,6 +25,9 @@ from eagle31.model.rope import Rotary
 from eagle31.training.batch import PackedBatch, captured_rows
 from eagle31.training.schedule import ChunkSchedule, RolloutSchedule, schedule_rollout
 
+# Rows that are prefilled or rolled out at a time where nothing else says how many.
+CHUNK_ROWS = 4096
+
 
 def rollout(
     drafter: Drafter,
@@ -47,26 +50,14 @@ def rollout(
     chosen = torch.zeros(len(batch.input_ids), num_steps, dtype=torch.bool)
     chosen[rows.cpu()] = True
     schedule = schedule_rollout(chosen, batch.document_ids.cpu(), rows.device, drafter.config.key_reach)
+    (chunk,) = schedule.chunks
     if token_ids is not None:
-        (chunk,) = schedule.chunks
         index = torch.arange(token_ids.numel(), device=rows.device).view_as(token_ids)
         steps = (replace(step, teacher_index=index[:, k]) for k, step in enumerate(chunk.steps))
-        schedule = replace(schedule, chunks=(replace(chunk, steps=tuple(steps)),))
-    yield from scheduled_rollout(drafter, embed_tokens, batch, schedule, token_ids)
-
-
-def scheduled_rollout(
-    drafter: Drafter,
-    embed_tokens: Tensor,
-    batch: PackedBatch,
-    schedule: RolloutSchedule,
-    token_ids: Tensor | None = None,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Roll the rows of a schedule of one chunk out; see `chunk_rollout`."""
-    (chunk,) = schedule.chunks
-    found = prefill(drafter, embed_tokens, batch, schedule)
-    state, keys = found.state[chunk.query_index], drafter.step_keys(found)
+        chunk = replace(chunk, steps=tuple(steps))
+    state, keys = prefill_schedule(drafter, embed_tokens, batch, schedule, CHUNK_ROWS)
     longest = schedule.longest_document
+    state = state[chunk.query_index]
     yield from chunk_rollout(drafter, embed_tokens, batch, chunk, state, keys, longest, token_ids)
 
 
@@ -74,23 +65,82 @@ def prefill(
     drafter: Drafter,
     embed_tokens: Tensor,
     batch: PackedBatch,
-    schedule: RolloutSchedule,
-    part: slice = slice(None),
+    rows: Tensor,
+    host_rows: Tensor,
+    attend: Attend,
 ) -> Prefill:
     """Compute what drafts read of the captured states.
 
     Args:
-        part: of the key rows. In a drafter of one layer each row is computed by itself; others need all rows.
+        rows: int64 [S]. In a drafter of one layer each row is computed by itself; others need all key rows.
+        host_rows: the same on the CPU.
+        attend: attention of the rows, for layers before the last.
     """
-    rows = schedule.key_rows[part]
     # After the last token, where no step is supervised, the token is arbitrary.
     next_ids = batch.input_ids[(rows + 1).clamp(max=len(batch.input_ids) - 1)]
-    captured = captured_rows(batch.aux_hidden_states, rows, schedule.key_rows_host[part], embed_tokens.dtype)
-    attend: Attend = _no_attention
-    if len(drafter.layers) > 1:
-        attend = _attend(key_block(schedule, drafter.config, embed_tokens), drafter.config.sliding_window)
-    tokens = F.embedding(next_ids, embed_tokens)
-    return drafter.prefill(drafter.fuse(captured), tokens, batch.position_ids[rows], attend)
+    fused = drafter.fuse(captured_rows(batch.aux_hidden_states, rows, host_rows, embed_tokens.dtype))
+    return drafter.prefill(fused, F.embedding(next_ids, embed_tokens), batch.position_ids[rows], attend)
+
+
+def prefill_in_parts(
+    drafter: Drafter,
+    embed_tokens: Tensor,
+    batch: PackedBatch,
+    rows: Tensor,
+    host_rows: Tensor,
+    attend: Attend,
+    part_rows: int | None,
+) -> tuple[Tensor, list[LayerKeys]]:
+    """Return the state [S, H] and each layer's keys at all rows; the arguments are those of `prefill`.
+
+    Args:
+        part_rows: rows that are computed together, where each is computed by itself; None for all.
+    """
+
+    def of_part(part: slice) -> list[Tensor]:
+        found = prefill(drafter, embed_tokens, batch, rows[part], host_rows[part], attend)
+        keys = drafter.step_keys(found)
+        return [found.state, *(x for layer in keys for x in (layer.keys, layer.values))]
+
+    state, *keys = filled(len(rows), row_parts(drafter, slice(0, len(rows)), part_rows), of_part)
+    return state, [LayerKeys(*layer) for layer in zip(keys[::2], keys[1::2], strict=True)]
+
+
+def prefill_schedule(
+    drafter: Drafter,
+    embed_tokens: Tensor,
+    batch: PackedBatch,
+    schedule: RolloutSchedule,
+    part_rows: int | None,
+) -> tuple[Tensor, list[LayerKeys]]:
+    """Return `prefill_in_parts` at all key rows of a schedule."""
+    attend = key_attention(schedule, drafter.config, embed_tokens)
+    rows = schedule.key_rows, schedule.key_rows_host
+    return prefill_in_parts(drafter, embed_tokens, batch, *rows, attend, part_rows)
+
+
+def row_parts(drafter: Drafter, rows: slice, part_rows: int | None) -> list[slice]:
+    """Split rows into parts that can be prefilled one after another; one where each row needs the others."""
+    size = max(rows.stop - rows.start, 1)
+    if part_rows is not None and len(drafter.layers) == 1:
+        size = part_rows
+    starts = range(rows.start, max(rows.stop, rows.start + 1), size)
+    return [slice(start, min(start + size, rows.stop)) for start in starts]
+
+
+def filled(
+    num_rows: int, parts: Sequence[slice], function: Callable[[slice], Sequence[Tensor]]
+) -> list[Tensor]:
+    """Return tensors of `num_rows` rows, which have at these parts what the function returns for them."""
+    if list(parts) == [slice(0, num_rows)]:
+        return list(function(parts[0]))
+    whole: list[Tensor] = []
+    for part in parts:
+        found = function(part)
+        whole = whole or [x.new_empty(num_rows, *x.shape[1:]) for x in found]
+        for x, rows in zip(whole, found, strict=True):
+            x[part] = rows
+    return whole
 
 
 def chunk_rollout(
@@ -209,25 +259,29 @@ def _attend(block: PackedBlock | CausalBlock, window: int | None) -> Attend:
     return packed if isinstance(block, PackedBlock) else merged
 
 
-def key_block(schedule: RolloutSchedule, config: DrafterConfig, like: Tensor) -> PackedBlock | CausalBlock:
-    """Return the block of all key rows, for step 0 of layers before the last.
+def key_attention(schedule: RolloutSchedule, config: DrafterConfig, like: Tensor) -> Attend:
+    """Return the attention of all key rows, for layers before the last.
 
     Args:
         like: a tensor of the queries' dtype and device.
     """
+    if config.num_hidden_layers == 1:
+        return _no_attention
     window = _effective(config.sliding_window, 0, schedule.longest_document)
+    block: PackedBlock | CausalBlock
     if _uses_packed_kernel(config, like):
         runs = [schedule.document_runs]
         (block,) = packed_blocks(runs, [None], [window], [0], config.attention_scale, like.device)
-        return block
-    masks = TileMasks.for_keys(schedule.longest_document, like, window)
-    return TiledBlock(schedule.document_runs, masks, _tile_kernel(config, like))
+    else:
+        masks = TileMasks.for_keys(schedule.longest_document, like, window)
+        block = TiledBlock(schedule.document_runs, masks, _tile_kernel(config, like))
+    return _attend(block, config.sliding_window)
 
 
 def step_blocks(
     chunk: ChunkSchedule, longest_document: int, config: DrafterConfig, like: Tensor
 ) -> list[PackedBlock] | list[CausalBlock]:
-    """Return the block of each step of a chunk; the arguments are those of `key_block`."""
+    """Return the block of each step of a chunk; the arguments are those of `key_attention`."""
     scale, window, steps = config.attention_scale, config.sliding_window, chunk.steps
     windows = [_effective(window, step, longest_document) for step in range(len(steps))]
     if _uses_packed_kernel(config, like):

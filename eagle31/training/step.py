@@ -13,7 +13,7 @@ from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch, sampled, supervised_drafts
 from eagle31.training.chunks import in_chunks
 from eagle31.training.fused_loss import one_pass_loss
-from eagle31.training.rollout import chunk_rollout, prefill
+from eagle31.training.rollout import chunk_rollout, prefill_schedule
 from eagle31.training.schedule import ChunkSchedule, RolloutSchedule, schedule_rollout
 from eagle31.training.teacher import teacher_of
 
@@ -120,8 +120,8 @@ def rollout_loss(
         total, sums = in_chunks(drafter, frozen.embed_tokens, batch, schedule, loss_of, row_group)
     else:
         (chunk,) = schedule.chunks
-        found = prefill(drafter, frozen.embed_tokens, batch, schedule)
-        total, sums = loss_of(chunk, found.state[chunk.query_index], drafter.step_keys(found))
+        state, keys = prefill_schedule(drafter, frozen.embed_tokens, batch, schedule, None)
+        total, sums = loss_of(chunk, state[chunk.query_index], keys)
     num_rows, loss, agreement, expected, weighted, norm = sums * schedule.weight
     return total * schedule.weight, DepthSums(num_rows, loss, agreement, expected, norm, weighted)
 

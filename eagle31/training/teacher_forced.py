@@ -9,9 +9,10 @@ from torch.nn import functional as F
 from eagle31.kernels.elementwise import widened
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.training.batch import PackedBatch, supervised_drafts
-from eagle31.training.rollout import rollout, scheduled_rollout
-from eagle31.training.schedule import RolloutSchedule, schedule_rollout
+from eagle31.training.batch import PackedBatch, captured_rows, supervised_drafts
+from eagle31.training.rollout import CHUNK_ROWS, chunk_rollout, prefill_schedule, rollout
+from eagle31.training.schedule import ChunkSchedule, RolloutSchedule, schedule_rollout
+from eagle31.training.step import CHUNK_LOGITS, MIN_POSITIONS
 
 
 @torch.no_grad()
@@ -20,19 +21,24 @@ def greedy_hits(
     frozen: FrozenParts,
     batch: PackedBatch,
     num_steps: int,
-    chunk_rows: int = 4096,
+    chunk_rows: int = CHUNK_ROWS,
 ) -> tuple[Tensor, Tensor]:
     """Compare teacher-forced greedy predictions with the text.
+
+    Args:
+        batch: on the CPU, where its hidden states stay, in any dtype.
+        chunk_rows: rows that are prefilled or rolled out together.
 
     Returns:
         bool [T, K], whether row t's step-k prediction equals x[t+2+k]; and bool [T, K], the supervised
         drafts. Both are on the CPU.
     """
-    supervised, schedule = _scheduled(drafter, batch, num_steps)
+    supervised, schedule, batch = _scheduled(drafter, frozen, batch, num_steps, chunk_rows)
     head = (frozen.lm_head or drafter.lm_head).weight
-    hits = torch.zeros_like(supervised, device=batch.input_ids.device)
-    for step, (rows, normed) in enumerate(_drafted_states(drafter, frozen, batch, schedule)):
-        greedy = torch.cat([F.linear(part, head).argmax(dim=-1) for part in normed.split(chunk_rows)])
+    hits = torch.zeros_like(supervised, device=head.device)
+    size = logit_rows(head.device.type, len(frozen.embed_tokens))
+    for _, step, rows, normed in _drafted_states(drafter, frozen, batch, schedule):
+        greedy = torch.cat([F.linear(x, head).argmax(dim=-1) for x in normed.split(size)])
         if frozen.draft_target_ids is not None:
             greedy = frozen.draft_target_ids[greedy]
         hits[rows, step] = greedy == batch.input_ids[rows + 2 + step]
@@ -46,7 +52,7 @@ def acceptance_given_text(
     batch: PackedBatch,
     num_steps: int,
     temperature: float,
-    chunk_rows: int = 1024,
+    chunk_rows: int = CHUNK_ROWS,
 ) -> tuple[Tensor, Tensor]:
     """Return how likely sampled drafts were accepted, given the text that the target sampled.
 
@@ -57,6 +63,7 @@ def acceptance_given_text(
 
     Args:
         temperature: of both distributions; the target sampled the text at it, from its full vocabulary.
+        batch, chunk_rows: those of `greedy_hits`.
 
     Returns:
         float [T, K], the probability for row t's step-k token, x[t+2+k]; and bool [T, K], the supervised
@@ -64,25 +71,28 @@ def acceptance_given_text(
 
     Source: Leviathan et al., arXiv 2211.17192, algorithm 1.
     """
-    supervised, schedule = _scheduled(drafter, batch, num_steps)
+    supervised, schedule, batch = _scheduled(drafter, frozen, batch, num_steps, chunk_rows)
     head = (frozen.lm_head or drafter.lm_head).weight
-    ids = torch.arange(len(frozen.embed_tokens), device=batch.input_ids.device)
+    ids = torch.arange(len(frozen.embed_tokens), device=head.device)
     draft_ids = ids
     if frozen.draft_target_ids is not None:
         draft_ids = torch.full_like(ids, -1)
         draft_ids[frozen.draft_target_ids] = ids[: len(frozen.draft_target_ids)]
     found = torch.zeros(supervised.shape, dtype=torch.float64, device=ids.device)
     target_log_probs = found.new_zeros(len(batch.input_ids))  # of x[j+1] at j
-    for step, (rows, normed) in enumerate(_drafted_states(drafter, frozen, batch, schedule)):
-        if step == 0:  # every teacher of a later step is the teacher of another row's step 0
-            for part in (rows + 1).split(chunk_rows):
-                logits = frozen.target_head(batch.final_hidden_states[part])
+    size = logit_rows(head.device.type, len(ids))
+    for chunk, step, rows, normed in _drafted_states(drafter, frozen, batch, schedule):
+        if step == 0:
+            parts = chunk.teacher_rows.split(size), chunk.teacher_rows_host.split(size)
+            for part, host in zip(*parts, strict=True):
+                states = captured_rows(batch.final_hidden_states, part, host, frozen.embed_tokens.dtype)
+                logits = frozen.target_head(states)
                 target_log_probs[part] = _log_probs(logits, batch.input_ids[part + 1], temperature)
         tokens = draft_ids[batch.input_ids[rows + 2 + step]]
         drafted = torch.cat(
             [
                 _log_probs(F.linear(part, head), chosen.clamp(min=0), temperature)
-                for part, chosen in zip(normed.split(chunk_rows), tokens.split(chunk_rows), strict=True)
+                for part, chosen in zip(normed.split(size), tokens.split(size), strict=True)
             ]
         )
         ratio = (drafted - target_log_probs[rows + 1 + step]).clamp(max=0).exp()
@@ -97,30 +107,46 @@ def logits_of_drafts(
     """Yield for each step the drafter's logits [R, Vd], given the tokens that were drafted before it.
 
     Args:
+        batch: as in `greedy_hits`.
         rows: int64 [R], ascending, whose drafts are given; x[t+1] is the last token before row t's draft.
         token_ids: int64 [R, K], the drafted tokens.
     """
     head = (frozen.lm_head or drafter.lm_head).weight
+    batch = batch.to(head.device, states=False)
     read = torch.cat([batch.input_ids[rows + 1, None], token_ids[:, :-1]], dim=1)
     for normed, _ in rollout(drafter, frozen.embed_tokens, batch, rows, token_ids.shape[1], read):
         yield F.linear(normed, head)
 
 
-def _scheduled(drafter: Drafter, batch: PackedBatch, num_steps: int) -> tuple[Tensor, RolloutSchedule]:
-    """Return the supervised drafts bool [T, K], on the CPU, and the rollout of their rows."""
-    document_ids = batch.document_ids.cpu()
-    supervised = supervised_drafts(batch.loss_mask.cpu(), document_ids, num_steps)
-    device, key_reach = batch.input_ids.device, drafter.config.key_reach
-    return supervised, schedule_rollout(supervised, document_ids, device, key_reach)
+def _scheduled(
+    drafter: Drafter, frozen: FrozenParts, batch: PackedBatch, num_steps: int, chunk_rows: int
+) -> tuple[Tensor, RolloutSchedule, PackedBatch]:
+    """Return the supervised drafts bool [T, K], on the CPU, the rollout of their rows, and the batch.
+
+    The last two are on the device, but for the hidden states.
+    """
+    supervised = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
+    device, key_reach = frozen.embed_tokens.device, drafter.config.key_reach
+    schedule = schedule_rollout(supervised, batch.document_ids, device, key_reach, chunk_rows)
+    return supervised, schedule, batch.to(device, states=False)
 
 
 def _drafted_states(
     drafter: Drafter, frozen: FrozenParts, batch: PackedBatch, schedule: RolloutSchedule
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each step its rows int64 [R_k], and the states [R_k, H] that the draft head reads."""
-    rollout = scheduled_rollout(drafter, frozen.embed_tokens, batch, schedule)
-    for scheduled, (normed, _) in zip(schedule.chunks[0].steps, rollout, strict=True):
-        yield scheduled.rows, normed
+) -> Iterator[tuple[ChunkSchedule, int, Tensor, Tensor]]:
+    """Yield for each chunk and step its rows int64 [R_k], and the states [R_k, H] that the head reads."""
+    embed_tokens, longest = frozen.embed_tokens, schedule.longest_document
+    state, keys = prefill_schedule(drafter, embed_tokens, batch, schedule, schedule.chunk_rows)
+    for chunk in schedule.chunks:
+        first = state[chunk.query_index]
+        steps = chunk_rollout(drafter, embed_tokens, batch, chunk, first, keys, longest)
+        for step, (scheduled, (normed, _)) in enumerate(zip(chunk.steps, steps, strict=True)):
+            yield chunk, step, scheduled.rows, normed
+
+
+def logit_rows(device: str, vocab_size: int) -> int:
+    """Return the number of rows whose logits are held at once."""
+    return max(MIN_POSITIONS, CHUNK_LOGITS[device] // vocab_size)
 
 
 def _log_probs(logits: Tensor, token_ids: Tensor, temperature: float) -> Tensor:

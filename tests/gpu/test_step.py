@@ -17,6 +17,7 @@ from eagle31.model.config import DrafterConfig
 from eagle31.model.frozen import FrozenParts
 from eagle31.model.mla import MlaShape
 from eagle31.training.reference import reference_loss
+from eagle31.training.rollout import CHUNK_ROWS
 from eagle31.training.step import rollout_loss
 from tests.eagle31.tiny import EAGLE3, VOCAB, random_batch, tiny_config, tiny_drafter
 from tests.gpu.conftest import Figure
@@ -158,10 +159,18 @@ def test_a_step_takes_the_memory_that_the_plan_says(check: Check, figure: Figure
     counts = count_step(batch.to(torch.device("cpu")), num_steps, shape)
     if not check.small:
         peak = torch.cuda.max_memory_allocated(device) - before
-        planned = trainer_memory(shape, sizes.tensors, settings, counts, "cuda").total
+        memory = trainer_memory(shape, sizes.tensors, settings, counts, "cuda")
+        planned = memory.held + max(memory.step.total, memory.update)
         figure("peak memory", peak / 1e9, "GB")
         figure("planned memory", planned / 1e9, "GB")
         assert abs(peak / planned - 1) <= MEMORY_TOLERANCE
+        torch.cuda.reset_peak_memory_stats(device)
+        settled = allocated(device)
+        engine.module.hits(batch.to(torch.device("cpu")), settings.draft_tokens, CHUNK_ROWS)
+        peak = torch.cuda.max_memory_allocated(device) - settled
+        figure("peak memory of validation", peak / 1e9, "GB")
+        figure("planned memory of validation", memory.validation / 1e9, "GB")
+        assert abs(peak / memory.validation - 1) <= MEMORY_TOLERANCE
     rounds = range(2 if check.small else 5)
     seconds = statistics.median(
         timed(lambda: update(engine, batch, with_metrics=False), device) for _ in rounds

@@ -1,6 +1,5 @@
 """The loss on a GPU: what a chunk launches, and what its kernels move."""
 
-import weakref
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -8,8 +7,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
@@ -20,6 +17,7 @@ from eagle31.training.step import schedule_batch
 from eagle31.training.teacher import teacher_of
 from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu
 from tests.eagle31.tiny import random_batch, tiny_config
+from tests.pretended_gpu.live_bytes import LiveBytes
 from tests.pretended_gpu.steps import GQA, NUM_STEPS, drafter_on_gpu, host_batch, step
 
 # Of every chunk: the target's states, head and statistics; the drafter's head, the loss, and the gradients of
@@ -67,36 +65,6 @@ def moved_bytes(name: str, args: dict[str, Any]) -> int:
         teacher = args["teacher"].element_size() * args["logits"].numel()
         return 3 * args["logits"].nbytes + teacher + args["teacher_index"].nbytes + args["found"].nbytes
     return args["found"].nbytes
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of what is allocated inside on the GPU, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **kwargs or {})
-        # Its outputs that are not its inputs.
-        if not func.is_view and "out" not in (kwargs or {}) and not func._schema.is_mutable:
-            for x in tree_leaves(result):
-                if isinstance(x, torch.Tensor) and x.device == CUDA:
-                    self._add(x.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        size, key = storage.nbytes(), storage._cdata
-        if key not in self._seen:
-            self._seen.add(key)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._release, key, size)
-
-    def _release(self, key: int, size: int) -> None:
-        self._seen.remove(key)
-        self.now -= size
 
 
 @pytest.mark.parametrize("pruned", [True, False])

@@ -212,8 +212,7 @@ def _drafted(
 ) -> list[Difference]:
     """Return the drafts with a token that is not the drafter's, with the gap of the worst one."""
     batch = pack_row([sample], len(sample.input_ids))
-    batch = batch.to(frozen.embed_tokens.device, frozen.embed_tokens.dtype)
-    device = batch.input_ids.device
+    device = frozen.embed_tokens.device
     rows = torch.tensor([num_prompt_tokens + draft.position - 2 for draft in drafts], device=device)
     tokens = torch.tensor([draft.token_ids for draft in drafts], device=device)
     by_step = []

@@ -125,8 +125,7 @@ def replay_greedily(
     found: list[Lengths] = []
     texts = hashlib.sha256()
     for batch in rows:
-        on_device = batch.to(frozen.embed_tokens.device, frozen.embed_tokens.dtype)
-        found += _by_document(batch, replay, *greedy_hits(drafter, frozen, on_device, max_draft_tokens))
+        found += _by_document(batch, replay, *greedy_hits(drafter, frozen, batch, max_draft_tokens))
         texts.update(_texts_of(batch))
     return PromptAcceptance(tuple(found), texts.hexdigest())
 
@@ -150,9 +149,8 @@ def sampling_report(
     sampled: list[Lengths] = []
     texts = hashlib.sha256()
     for batch in rows:
-        on_device = batch.to(frozen.embed_tokens.device, frozen.embed_tokens.dtype)
-        greedy += _by_document(batch, replay, *greedy_hits(drafter, frozen, on_device, max_draft_tokens))
-        given_text = acceptance_given_text(drafter, frozen, on_device, max_draft_tokens, temperature)
+        greedy += _by_document(batch, replay, *greedy_hits(drafter, frozen, batch, max_draft_tokens))
+        given_text = acceptance_given_text(drafter, frozen, batch, max_draft_tokens, temperature)
         sampled += _by_document(batch, expected_replay, *given_text)
         texts.update(_texts_of(batch))
     if not greedy:

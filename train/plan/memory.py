@@ -5,8 +5,9 @@ from dataclasses import asdict, dataclass
 from math import prod
 
 from eagle31.cost.flops import StepCounts
-from eagle31.cost.memory import StepMemory, step_memory
+from eagle31.cost.memory import StepMemory, step_memory, validation_memory
 from eagle31.model.config import DrafterConfig
+from eagle31.training.rollout import CHUNK_ROWS
 from train.config.training import TrainConfig
 from train.trainer.matrices import matrix_shapes, orthogonalization_bytes
 
@@ -28,6 +29,7 @@ class TrainerSettings:
     offload_optimizer: bool
     train_lm_head: bool
     rollout_chunk: int | None
+    draft_tokens: int  # of validation
     row_tokens: int
     rows_per_step: int
     world_size: int
@@ -56,20 +58,24 @@ class TrainerMemory:
     buffers: int  # for DeepSpeed's reductions and gathers
     frozen: int  # embedding, the target's head, and the draft head if it is not trained
     update: int  # temporary tensors of the optimizer's step, when there are no activations
+    validation: int  # temporary tensors of validation
     step: StepMemory
 
     @property
+    def held(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.buffers + self.frozen
+
+    @property
     def total(self) -> int:
-        """The peak, either in the forward and backward pass or in the optimizer's step."""
-        held = self.weights + self.gradients + self.optimizer + self.buffers + self.frozen
-        return held + max(self.step.total, self.update)
+        """The peak in the forward and backward pass, in the optimizer's step or in validation."""
+        return self.held + max(self.step.total, self.update, self.validation)
 
     def parts(self) -> dict[str, int]:
-        """Return bytes by name, for the table; step and optimizer step never coincide."""
+        """Return bytes by name, for the table; step, optimizer step and validation never coincide."""
         parts = asdict(self)
         step = parts.pop("step")
-        update = parts.pop("update")
-        return parts | step | {"optimizer step": update}
+        apart = {"optimizer step": parts.pop("update"), "validation": parts.pop("validation")}
+        return parts | step | apart
 
 
 def trainer_memory(
@@ -105,6 +111,14 @@ def trainer_memory(
         buffers=reduction_buffers(num_parameters, settings, device),
         frozen=frozen_bytes(config, settings),
         update=round(update_bytes(num_parameters, matrices, settings, device)),
+        validation=validation_memory(
+            config,
+            row_tokens=settings.row_tokens,
+            num_steps=settings.draft_tokens,
+            itemsize=size,
+            chunk_rows=settings.rollout_chunk or CHUNK_ROWS,
+            device=device,
+        ),
         step=step_memory(
             config,
             counts,

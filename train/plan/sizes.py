@@ -92,6 +92,7 @@ def trainer_settings(config: RunConfig, num_ranks: int) -> TrainerSettings:
         offload_optimizer=config.deepspeed.offload_optimizer,
         train_lm_head=config.drafter.train_lm_head,
         rollout_chunk=config.train.rollout_chunk,
+        draft_tokens=config.evaluate.draft_tokens,
         row_tokens=config.train.row_tokens,
         rows_per_step=config.train.rows_per_step,
         world_size=num_ranks,

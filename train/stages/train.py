@@ -16,6 +16,7 @@ from data.capture.tokens import dataset_lengths
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
 from eagle31.errors import UserError
+from eagle31.training.rollout import CHUNK_ROWS
 from train.artifact import Artifact, has_trained
 from train.config.capture import CaptureMode
 from train.config.run import RunConfig, Stage, training_seed
@@ -96,7 +97,13 @@ def train_on(
     checkpoints.always_kept = settings.saves_after
     if state.step and world.is_main:
         print(f"train: resuming after step {state.step} of {settings.max_steps}")
-    validation = ReplayValidation(held_out, config.train.row_tokens, config.evaluate.draft_tokens, world)
+    validation = ReplayValidation(
+        held_out,
+        config.train.row_tokens,
+        config.evaluate.draft_tokens,
+        config.train.rollout_chunk or CHUNK_ROWS,
+        world,
+    )
     tracker = open_tracker(
         name=context.output_dir.name,
         config=asdict(config) | {"optim": asdict(optim)},
@@ -128,7 +135,6 @@ def train_on(
             settings,
             state,
             world,
-            step_dtype(config),
         )
         stop_at = time_limit(config.stop_after_minutes, os.environ, context.started)
         with stop_reasons(stop_at) as stop_reason:

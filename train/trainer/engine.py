@@ -76,14 +76,13 @@ class TrainedModule(nn.Module):
             row_group=self.row_group,
         )
 
-    def hits(self, batch: PackedBatch, num_steps: int) -> tuple[Tensor, Tensor]:
+    def hits(self, batch: PackedBatch, num_steps: int, chunk_rows: int) -> tuple[Tensor, Tensor]:
         """Return which greedy drafts are right, for replay; see `greedy_hits`. Needs `gathered`."""
-        return greedy_hits(self._drafter(), self.frozen, batch, num_steps)
+        return greedy_hits(self._drafter(), self.frozen, batch, num_steps, chunk_rows)
 
-    def drift(self, chosen: DriftRows, device: torch.device, dtype: torch.dtype) -> Drift:
+    def drift(self, chosen: DriftRows) -> Drift:
         """Measure drift; see `measure_drift`. Needs `gathered`."""
-        batch = chosen.batch.to(device, dtype)
-        return measure_drift(self._drafter(), self.frozen, chosen, batch)
+        return measure_drift(self._drafter(), self.frozen, chosen)
 
     def _drafter(self) -> Drafter:
         """Return the drafter with weights of the dtype that the step computes in.

@@ -49,11 +49,7 @@ class Action(NamedTuple):
 
 
 class TrainingLoop:
-    """Trains from the state's step to `settings.max_steps`; the best weights are left in `checkpoints`.
-
-    Args:
-        dtype: of the batches.
-    """
+    """Trains from the state's step to `settings.max_steps`; the best weights are left in `checkpoints`."""
 
     def __init__(
         self,
@@ -67,9 +63,8 @@ class TrainingLoop:
         settings: LoopSettings,
         state: TrainState,
         world: World,
-        dtype: torch.dtype,
     ) -> None:
-        self.model_engine, self.rows, self.world, self.dtype = model_engine, rows, world, dtype
+        self.model_engine, self.rows, self.world = model_engine, rows, world
         self.validation, self.diagnosis = validation, diagnosis
         self.checkpoints, self.tracker, self.skipped = checkpoints, tracker, skipped
         self.settings, self.state = settings, state
@@ -165,7 +160,7 @@ class TrainingLoop:
         """Validate by replay, save the weights if they are the best so far, and log their drift."""
         state, started = self.state, time.perf_counter()
         with self.window.timed("validation"):
-            stats = self.validation.run(self.model_engine.module, self.world.device, self.dtype)
+            stats = self.validation.run(self.model_engine.module)
             chosen = stats[self.settings.draft_tokens]
             record = {
                 "acceptance_length": {str(k): one.acceptance_length for k, one in stats.items()},
@@ -186,7 +181,7 @@ class TrainingLoop:
     def _diagnose(self) -> None:
         started = time.perf_counter()
         with self.window.timed("diagnosis"):
-            found = self.diagnosis.run(self.model_engine.module, self.world.device, self.dtype)
+            found = self.diagnosis.run(self.model_engine.module)
         if found is not None:
             seconds = {"seconds": time.perf_counter() - started}
             self.tracker.log({"kind": "drift", "step": self.state.step} | found | seconds)

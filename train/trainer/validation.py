@@ -18,12 +18,22 @@ from train.trainer.engine import TrainedModule
 
 
 class ReplayValidation:
-    """Replays held-out samples whose completions the target wrote greedily. Each rank holds its own rows."""
+    """Replays held-out samples whose completions the target wrote greedily. Each rank holds its own rows.
+
+    Args:
+        chunk_rows: of `greedy_hits`.
+    """
 
     def __init__(
-        self, source: HiddenStateSource, row_tokens: int, max_draft_tokens: int, world: World
+        self,
+        source: HiddenStateSource,
+        row_tokens: int,
+        max_draft_tokens: int,
+        chunk_rows: int,
+        world: World,
     ) -> None:
-        self.max_draft_tokens = max_draft_tokens
+        self.max_draft_tokens, self.chunk_rows = max_draft_tokens, chunk_rows
+        self.device = world.device
         self.shows_progress = world.is_main
         lengths = np.asarray(source.lengths)
         rows = pack_epoch(lengths, row_tokens, seed=0, epoch=0)
@@ -36,20 +46,18 @@ class ReplayValidation:
         ]
 
     @torch.no_grad()
-    def run(
-        self, module: TrainedModule, device: torch.device, dtype: torch.dtype
-    ) -> dict[int, AcceptanceStats]:
+    def run(self, module: TrainedModule) -> dict[int, AcceptanceStats]:
         """Return the statistics by draft length 1..max_draft_tokens over all ranks, which all call."""
         num = self.max_draft_tokens
-        totals = torch.zeros(num, 1 + num, dtype=torch.float64, device=device)
+        totals = torch.zeros(num, 1 + num, dtype=torch.float64)
         with module.gathered():
             for batch in tracked(self.batches, "validation", "rows", shown=self.shows_progress):
-                hits, supervised = module.hits(batch.to(device, dtype), num)
+                hits, supervised = module.hits(batch, num, self.chunk_rows)
                 for k in range(1, num + 1):
                     stats = replay(hits, supervised, k)
                     totals[k - 1, 0] += stats.num_drafts
-                    totals[k - 1, 1 : 1 + k] += torch.tensor(stats.accepted_per_position, device=device)
-        counts = sum_over_ranks(totals).long().tolist()
+                    totals[k - 1, 1 : 1 + k] += torch.tensor(stats.accepted_per_position)
+        counts = sum_over_ranks(totals.to(self.device)).long().tolist()
         return {
             k: AcceptanceStats(k, counts[k - 1][0], tuple(counts[k - 1][1 : 1 + k]))
             for k in range(1, num + 1)
@@ -87,10 +95,10 @@ class DriftDiagnosis:
             batch = pack_row(used, num_tokens, pin_memory=world.device.type == "cuda")
             self.chosen = choose_rows(batch, max_steps)
 
-    def run(self, module: TrainedModule, device: torch.device, dtype: torch.dtype) -> dict[str, Any] | None:
+    def run(self, module: TrainedModule) -> dict[str, Any] | None:
         """Return the numbers of a record; None on other ranks than 0, or without supervised drafts.
 
         Every rank calls.
         """
         with module.gathered():
-            return None if self.chosen is None else module.drift(self.chosen, device, dtype).record()
+            return None if self.chosen is None else module.drift(self.chosen).record()

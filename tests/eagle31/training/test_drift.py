@@ -37,7 +37,7 @@ def small(**changes: Any) -> tuple[Drafter, FrozenParts, DriftRows]:
 
 
 def measured(drafter: Drafter, frozen: FrozenParts, chosen: DriftRows) -> Drift:
-    return measure_drift(drafter, frozen, chosen, chosen.batch)
+    return measure_drift(drafter, frozen, chosen)
 
 
 @pytest.mark.parametrize("changes", [EAGLE3, MLA, WINDOW], ids=str)

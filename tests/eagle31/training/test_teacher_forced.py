@@ -8,8 +8,8 @@ from tests.eagle31.naive import is_supervised, naive_states
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
 
 
-@pytest.mark.parametrize("window", [None, 6])
-def test_greedy_hits_compare_with_the_text(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "chunk_rows"), [(None, 4), (6, 4), (6, 40)])
+def test_greedy_hits_compare_with_the_text(window: int | None, chunk_rows: int) -> None:
     config = tiny_config(sliding_window=window)
     drafter, frozen = tiny_drafter(config)
     batch = random_batch((40,), config, seed=6)
@@ -19,7 +19,7 @@ def test_greedy_hits_compare_with_the_text(window: int | None) -> None:
     # The text agrees with the drafter at some positions, so that there are hits and misses.
     for t in range(0, 38, 2):
         batch.input_ids[t + 2] = naive[0][t]
-    hits, supervised = greedy_hits(drafter, frozen, batch, 3)
+    hits, supervised = greedy_hits(drafter, frozen, batch, 3, chunk_rows)
     states = naive_states(drafter, config, frozen, batch, 3)
     for step in range(3):
         greedy = ids[drafter.lm_head(states[step]).argmax(-1)]

@@ -18,6 +18,7 @@ from eagle31.cost.flops import count_step
 from eagle31.model.config import DrafterConfig
 from eagle31.model.gqa import GqaShape
 from eagle31.model.mla import MlaShape
+from eagle31.training.rollout import CHUNK_ROWS
 from tests.gpu.engine import build_engine, random_row, update
 from train.plan.memory import TrainerSettings, trainer_memory
 from train.trainer.engine import ensure_process_group
@@ -51,9 +52,15 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     settle()
     update(engine, batch, chunk_rows=settings.rollout_chunk)
     peak = resident_bytes("VmHWM") - before
+    written = random_row(config, settings.row_tokens, 0, dtype, CPU)
+    settled = settle()
+    engine.module.hits(written, settings.draft_tokens, settings.rollout_chunk or CHUNK_ROWS)
+    validation = resident_bytes("VmHWM") - settled
     memory = trainer_memory(config, tensors, settings, count_step(batch, num_steps), "cpu")
     engine.destroy()
-    return {"peak": peak, "planned": memory.total, "memory": asdict(memory)}
+    step = max(memory.step.total, memory.update)
+    planned = {"planned": memory.held + step, "memory": asdict(memory)}
+    return planned | {"peak": peak, "validation": validation}
 
 
 def measure_alone(spec: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@ import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from data.batches.loader import RowLoader
 from data.batches.shared_rows import SharedRows
 from data.samples import CapturedSample, StateShape
 from eagle31.training.schedule import DraftCosts
-from eagle31.training.teacher_forced import greedy_hits
 from tests.data.batches.memory_source import MemorySource
 from tests.eagle31.tiny import random_batch, tiny_config
 from tests.eagle31.training.shared_worker import shared_gradients
@@ -156,10 +154,10 @@ def losses_at(
     weights = full_state(model_engine, keep=world.is_main)
     assert bool(weights) == world.is_main
     held_out = MemorySource(validation_samples())
-    validation = ReplayValidation(held_out, ROW_TOKENS, 3, world)
-    stats = validation.run(model_engine.module, world.device, dtype)
+    validation = ReplayValidation(held_out, ROW_TOKENS, 3, 3, world)  # the rows have 1 and 12 chunks
+    stats = validation.run(model_engine.module)
     diagnosis = DriftDiagnosis(held_out, 99, 8, world)
-    drift = diagnosis.run(model_engine.module, world.device, dtype)
+    drift = diagnosis.run(model_engine.module)
     assert (drift is not None) == world.is_main
     refused = refused_steps(model_engine, further, world)
     loader.close()
@@ -191,8 +189,6 @@ def main() -> None:
     assert group._get_backend(world.device).options._timeout == timedelta(
         minutes=engine_module.TIMEOUT_MINUTES
     )
-    # The rows of validation have 1 and 12 chunks.
-    engine_module.greedy_hits = partial(greedy_hits, chunk_rows=3)
     # What two processes are compared with is of one process.
     fp32, bf16, muon = ((0, 2, 3), (1, 2, 3), (2, 3)) if world.size > 1 else ((0,), (1,), (0,))
     results = {f"zero{stage}": losses_at(stage, False, world) for stage in fp32}

@@ -22,6 +22,6 @@ def sample(token: int) -> CapturedSample:
 def test_every_row_is_one_ranks(num_rows: int, num_ranks: int) -> None:
     source = MemorySource([sample(token) for token in range(num_rows)])
     worlds = [World(rank, rank, num_ranks) for rank in range(num_ranks)]
-    ranks = [ReplayValidation(source, ROW_TOKENS, 2, world) for world in worlds]
+    ranks = [ReplayValidation(source, ROW_TOKENS, 2, 3, world) for world in worlds]
     counted = [int(batch.input_ids[0]) for one in ranks for batch in one.batches]
     assert sorted(counted) == list(range(num_rows))
