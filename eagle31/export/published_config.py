@@ -18,6 +18,8 @@ SHAPE_KEYS = (
     "num_attention_heads",
     "vocab_size",
 )
+# What vLLM reads as the rotated part of each head, at the top level or among RoPE's parameters.
+_PARTIAL = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction", "rope_dim")
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,9 @@ def _rope_parameters(layer: dict[str, Any], max_position_embeddings: int) -> dic
         raise UserError("rope_scaling", given, "config.json must have an object here.")
     theta = layer.get("rope_theta")
     rope = {"rope_theta": 10000.0 if theta is None else theta, **given}
+    for name in _PARTIAL:
+        if (value := (layer | rope).get(name)) not in (None, 1.0):
+            raise UserError(name, value, "Drafters that rotate a part of each head are not supported here.")
     rope.setdefault("rope_type", rope.get("type", "default"))
     if rope["rope_type"] in ("llama3", "yarn"):
         rope.setdefault("original_max_position_embeddings", max_position_embeddings)

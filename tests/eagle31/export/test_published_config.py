@@ -111,6 +111,13 @@ TWO_LAYERS = {"num_hidden_layers": 2}
         (GQA, {"hidden_size": "16"}, "hidden_size"),
         (GQA, {"rope_scaling": "yarn"}, "rope_scaling"),
         (GQA, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "drafter.rope_parameters.rope_type"),
+        (GQA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (GQA, {"rotary_pct": 0.25}, "rotary_pct"),
+        (
+            GQA,
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
         (MLA, {"kv_lora_rank": 7.5}, "kv_lora_rank"),
         (MLA, {"mla_use_nope": True}, "mla_use_nope"),
         (MLA, {"model_type": "llama"}, "model_type"),
