@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 STATES = ("aux_hidden_states", "final_hidden_states")
-_STRETCH = 64  # consecutive rows that are sampled together
+_RUN = 64  # consecutive rows that are sampled together
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def supervised_drafts(loss_mask: Tensor, document_ids: Tensor, num_steps: int) -
 def sampled(supervised: Tensor, most: int | None, draw: int = 0) -> tuple[Tensor, float]:
     """Return the pairs of at most `most` rows, and how many rows each of them stands for.
 
-    Every row is kept with the same probability. They are stretches at equal distances, which are longer than
+    Every row is kept with the same probability. They are runs at equal distances, which are longer than
     a single row because attention takes consecutive queries together.
 
     Args:
@@ -108,9 +108,9 @@ def sampled(supervised: Tensor, most: int | None, draw: int = 0) -> tuple[Tensor
     rows = supervised_positions(supervised)
     if most is None or len(rows) <= most:
         return supervised, 1.0
-    num_stretches = max(1, most // _STRETCH)
-    length = most // num_stretches
-    starts = (draw % len(rows) + len(rows) * torch.arange(num_stretches)) // num_stretches
+    num_runs = max(1, most // _RUN)
+    length = most // num_runs
+    starts = (draw % len(rows) + len(rows) * torch.arange(num_runs)) // num_runs
     # The first row follows the last, so that those at the ends have the same probability.
     kept = rows[(starts[:, None] + torch.arange(length)).flatten() % len(rows)]
     found = torch.zeros_like(supervised)

@@ -157,7 +157,7 @@ def measure_drift(drafter: Drafter, frozen: FrozenParts, chosen: DriftRows) -> D
     )
 
 
-class _Block(NamedTuple):
+class _Tile(NamedTuple):
     """Some queries of one document, and the keys up to the last of them."""
 
     queries: slice
@@ -176,7 +176,7 @@ class _RecordingAttention:
         starts = document_starts(chosen.batch.document_ids)
         longest = int(chosen.batch.position_ids.max()) + 1
         size = max(MAX_SCORES // (config.num_attention_heads * longest), 1)
-        self._blocks = _blocks(chosen.rows, starts, size)
+        self._tiles = _tiles(chosen.rows, starts, size)
         (self.rows,) = to_device([chosen.rows], device)
         every_row = query_runs(torch.arange(len(starts)), starts)
         self._attend_every_row = partial(
@@ -196,37 +196,37 @@ class _RecordingAttention:
         out, sums = [], []
         window = context_window(self._window, len(keys.rollout_keys))
         keys = keys.within(self._window)
-        for block in self._blocks:
-            step_keys = keys.keys[block.keys]
-            rollout_keys = [key[block.queries] for key in keys.rollout_keys]
-            rollout_values = [value[block.queries] for value in keys.rollout_values]
-            key_rows = torch.arange(block.keys.start, block.keys.stop, device=query.device)
-            rows = self.rows[block.queries].unsqueeze(1)
+        for tile in self._tiles:
+            step_keys = keys.keys[tile.keys]
+            rollout_keys = [key[tile.queries] for key in keys.rollout_keys]
+            rollout_values = [value[tile.queries] for value in keys.rollout_values]
+            key_rows = torch.arange(tile.keys.start, tile.keys.stop, device=query.device)
+            rows = self.rows[tile.queries].unsqueeze(1)
             visible = key_rows <= rows
             if window is not None:
                 visible &= key_rows > rows - window
-            weights = attention_weights(query[block.queries], step_keys, visible, rollout_keys, self._scale)
+            weights = attention_weights(query[tile.queries], step_keys, visible, rollout_keys, self._scale)
             by_head = weights.flatten(0, 1)  # shape: [H, queries, keys + steps]
             num_keys = len(step_keys)
             context, own = by_head[..., 1:num_keys].sum(-1), by_head[..., num_keys:].sum(-1)
             sums.append(torch.stack((by_head[..., 0], context, own)))
-            out.append(weighted_values(weights.to(query.dtype), keys.values[block.keys], rollout_values))
+            out.append(weighted_values(weights.to(query.dtype), keys.values[tile.keys], rollout_values))
         self.weights.append(torch.cat(sums, dim=-1).mean(-1))
         return torch.cat(out)
 
 
-def _blocks(rows: Tensor, starts: Tensor, size: int) -> list[_Block]:
+def _tiles(rows: Tensor, starts: Tensor, size: int) -> list[_Tile]:
     """Group rows of the same document, at most `size` of them. Both are on the CPU."""
-    blocks = []
+    tiles = []
     _, lengths = starts[rows].unique_consecutive(return_counts=True)
     first = 0
     for length in lengths.tolist():
         for begin in range(first, first + length, size):
             queries = rows[begin : min(begin + size, first + length)]
             start, stop = int(starts[queries[0]]), int(queries[-1]) + 1
-            blocks.append(_Block(slice(begin, begin + len(queries)), slice(start, stop)))
+            tiles.append(_Tile(slice(begin, begin + len(queries)), slice(start, stop)))
         first += length
-    return blocks
+    return tiles
 
 
 def _alone(states: Sequence[Tensor], index: int) -> Tensor:
