@@ -114,7 +114,7 @@ def test_planned_memory_equals_measured_memory(case: str, measured: dict[str, An
         pytest.skip("runs with --full")
     found = measured[case]
     assert found["planned"] == pytest.approx(found["peak"], rel=TOLERANCE), found["memory"]
-    validation = pytest.approx(found["validation"], rel=TOLERANCE, abs=2**21)  # what kernels allocate
+    validation = pytest.approx(found["validation"], rel=TOLERANCE, abs=2**22)  # what kernels allocate
     assert found["memory"]["validation"] == validation
 
 
