@@ -53,7 +53,7 @@ from train.trainer.parts import STATE, load_weights, read_checked
 
 TARGETS = {"embedded": "quickstart", "smollm2_135m": "smollm2_135m"}  # and their recipes
 COLUMNS = ((0, 4), (0, 7), (1, 4), (1, 7))  # temperatures of the target, and tokens per draft
-PROMPTS = 64  # of each source of held-out prompts
+PROMPTS = 32  # of each source of held-out prompts
 NUM_RESAMPLES = 1000
 POINTS = 6  # checkpoints that a training keeps
 TIMED_STEPS = 40  # of a run that is timed
@@ -288,7 +288,7 @@ def held_out_rows(data: Data, sources: Sequence[str]) -> dict[str, dict[int, Row
     target, config = context.target, context.config
     model = load_target(target.spec, _CPU)
     capture = HiddenStateCapture(model, locate(model), context.drafter.aux_layer_ids)
-    completing = CompletingTarget(capture, target.parts.fingerprint, batch_size=16)
+    completing = CompletingTarget(capture, target.parts.fingerprint, batch_size=32)
     if sources:
         found = parse_sources(sources, prompt_source("--held-out"))
         cells, left_out = render_cells(

@@ -60,7 +60,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     engine.destroy()
     step = max(memory.step.total, memory.update)
     planned = {"planned": memory.held + step, "memory": asdict(memory)}
-    return planned | {"peak": peak, "validation": validation}
+    return {"peak": peak, "validation": validation, **planned}
 
 
 def measure_alone(spec: dict[str, Any]) -> None:

@@ -427,7 +427,7 @@ def test_a_drafter_that_cannot_be_exported_is_refused() -> None:
 
 
 def test_tokens_are_those_of_the_newest_data_with_the_same_settings(tmp_path: Path) -> None:
-    made = {"data-0": (80_000_000, ""), "data-1": (81_920_000, ""), "data-2": (90_000_000, "data.turns=all")}
+    made = {"data-0": (80_000_000, ""), "data-1": (81_920_000, ""), "data-2": (90_000_000, "data.turns=last")}
     for age, (name, (tokens, other)) in enumerate(made.items()):
         directory, given = tmp_path / "artifacts" / name, [f"output_dir={tmp_path}", *filter(None, [other])]
         note_settings(composed("kimi_k2_6", *given), Stage.data, directory)

@@ -57,7 +57,7 @@ class Loop(TrainingLoop):
         skipped = SimpleNamespace(collect=lambda wait: [], check=lambda saved: None, num_in_a_row=0)
         tracker, nothing = SimpleNamespace(log=lambda record: None), SimpleNamespace()
         given: list[Any] = [SimpleNamespace(loader=loader), nothing, nothing, checkpoints, tracker, skipped]
-        super().__init__(Engine(), *given, settings, state, WORLD, torch.float32)  # type: ignore[arg-type]
+        super().__init__(Engine(), *given, settings, state, WORLD)  # type: ignore[arg-type]
 
     def _step(self, *, with_metrics: bool, stop: bool) -> bool:
         self.model_engine.train(self.state.step, self.state.step + 1)  # type: ignore[arg-type]
