@@ -22,6 +22,7 @@ from torch import Tensor
 
 from data.capture.hf import HiddenStateCapture
 from data.conversations.perturbation import PromptSetting
+from data.conversations.schemas import Conversation
 from data.sampling import Sampling
 from data.store import HiddenStateStore
 from data.target.loading import load_target
@@ -278,11 +279,17 @@ def target_tensors(parts: TargetParts, vocab: DraftVocab) -> dict[str, Tensor]:
     }
 
 
-def held_out_rows(data: Data, sources: Sequence[str]) -> dict[str, dict[int, Rows]]:
+def read_held_out(sources: Sequence[str]) -> dict[str, list[Conversation]]:
+    """Return the conversations of each [NAME=]FILE by name. Raise UserError for what cannot be read."""
+    found = parse_sources(sources, prompt_source("--held-out"))
+    return {name: list(source.reader()) for name, source in found.items()}
+
+
+def held_out_rows(data: Data, sources: dict[str, list[Conversation]]) -> dict[str, dict[int, Rows]]:
     """Return the target's completions of held-out prompts, and its states, by source and temperature.
 
     Args:
-        sources: [NAME=]FILE each; without any, the prompts that the data holds out.
+        sources: of `read_held_out`; without any, the prompts that the data holds out.
     """
     context = data.context()
     target, config = context.target, context.config
@@ -290,9 +297,8 @@ def held_out_rows(data: Data, sources: Sequence[str]) -> dict[str, dict[int, Row
     capture = HiddenStateCapture(model, locate(model), context.drafter.aux_layer_ids)
     completing = CompletingTarget(capture, target.parts.fingerprint, batch_size=32)
     if sources:
-        found = parse_sources(sources, prompt_source("--held-out"))
         cells, left_out = render_cells(
-            {name: list(source.reader()) for name, source in found.items()},
+            sources,
             [PromptSetting()],
             target.tokenizer,
             config.data.template_kwargs,
