@@ -27,7 +27,6 @@ from train.config.run import (
     RunConfig,
     Stage,
     needed_stages,
-    pushes,
     selected_stages,
     starts_vllm,
 )
@@ -41,7 +40,6 @@ from train.plan.plan import Plan, check_gpu_memory, make_plan
 from train.plan.sizes import RunSizes
 from train.plan.table import format_plan, hours_lines, work_lines
 from train.plan.work import data_summary
-from train.report.hub import check_push, push_run
 from train.stages.answers import answers_inputs, check_answers, run_answers
 from train.stages.capture import capture_inputs, run_capture
 from train.stages.data import data_inputs, run_data
@@ -181,8 +179,6 @@ def check_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
     if world.is_main:
         dtype = str(context.target.parts.dtype).removeprefix("torch.")
         print(f"target: every engine computes it in {dtype}", flush=True)
-    if pushes(config):
-        check_push(config.hub)
     unfinished = unfinished_stages(context, stages)
     check_gpu_memory(config, cluster_at_hand(world), unfinished)
     if world.is_main:
@@ -280,7 +276,7 @@ def begin_stage(context: RunContext, stage: Stage) -> None:
 
 
 def conclude(context: RunContext, stage: Stage) -> None:
-    """Do on rank 0 what follows a stage: update the plan, link the export, report, push."""
+    """Do on rank 0 what follows a stage: update the plan, link the export, report."""
     config = context.config
     if stage is Stage.data:
         if stage.value not in context.reused:
@@ -296,8 +292,6 @@ def conclude(context: RunContext, stage: Stage) -> None:
         link_result(context.output_dir, _EXPORT, context.artifacts[stage].directory / "checkpoint")
     elif stage is Stage.report:
         print(run_report(context))
-    elif stage is Stage.push and pushes(config):
-        print(f"push: {push_run(context.output_dir, config.hub)}", flush=True)
 
 
 def release_memory(context: RunContext) -> None:

@@ -183,7 +183,7 @@ class StoreWriter:
 
 
 def disk_full(directory: Path, what: str) -> UserError:
-    remedy = f"{what}; choose another disk, lower capture.max_samples, or set capture.mode=online."
+    remedy = f"{what}; choose another disk, lower data.max_samples, or set capture.mode=online."
     return UserError("output_dir", directory, remedy)
 
 

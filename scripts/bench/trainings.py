@@ -151,7 +151,7 @@ def prepare_data(arguments: argparse.Namespace, *extra: str) -> Data:
     """
     directory = Path("outputs/bench").resolve() / arguments.target
     overrides = [f"recipe={TARGETS[arguments.target]}", f"output_dir={directory}", "data.num_validation=4"]
-    overrides += ["data.num_test=64", "capture.max_samples=6000"]
+    overrides += ["data.num_test=64", "data.max_samples=6000"]
     if arguments.target == "smollm2_135m":
         setup = subprocess.run(
             [ROOT / "scripts/setup/smollm2"], stdout=subprocess.PIPE, text=True, check=True
@@ -179,7 +179,7 @@ def prepare_long_data(directory: Path, tokens: int, extra: Sequence[str]) -> Dat
     overrides += [
         "train.max_steps=1000",
         "train.max_drafts_per_row=1024",
-        "capture.max_samples=null",
+        "data.max_samples=null",
         "drafter.draft_vocab_size=null",
     ]
     data = Data(directory / str(tokens), (*overrides, *extra))

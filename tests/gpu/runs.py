@@ -20,7 +20,7 @@ TO_TRAINING = "stages=[data,vocab,answers,capture,train]"
 SAVE_EVERY = 8
 _BF16_TARGET = ("target.dtype=bfloat16", "export.dtype=bfloat16")
 _SMALL = (
-    "capture.max_samples=120",
+    "data.max_samples=120",
     "data.max_tokens=192",
     "data.num_validation=8",
     "data.num_test=4",
@@ -31,7 +31,7 @@ _SMALL = (
     "train.log_every=1",
     "train.validate_every=8",
     "evaluate.max_new_tokens=24",
-    "evaluate.temperature=null",
+    "evaluate.temperature=0",
 )
 
 
@@ -56,7 +56,7 @@ class Check:
         return [
             *(*launcher, "--nproc-per-node", str(num_processes), "train/main.py", "recipe=quickstart"),
             *(
-                "deepspeed=zero1",
+                "deepspeed.zero_stage=1",
                 "deepspeed.precision=bf16",
                 f"train.save_every={SAVE_EVERY}",
                 "train.rows_per_step=2",

@@ -17,7 +17,7 @@ from tests.train.small_run import RECIPE, arguments
 SCRIPT = "tests/runs/small_shards.py"
 NUM_KILLS = 2
 SMALLER = (
-    "capture.max_samples=48",
+    "data.max_samples=48",
     "train.max_steps=8",
     "train.save_every=2",
     "train.keep_checkpoints=2",

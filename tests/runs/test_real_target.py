@@ -76,7 +76,7 @@ def run(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "train.ttt_steps=3",
         "evaluate.max_new_tokens=32",
         "evaluate.decoded_prompts=4",
-        "evaluate.temperature=null",
+        "evaluate.temperature=0",
         "deepspeed.precision=fp32",
         f"output_dir={directory / 'run'}",
     )

@@ -25,7 +25,7 @@ def test_online_capture_a_kill_regeneration_frozen_head_and_another_width(
     directory = tmp_path / "run"
     settings = ["drafter=eagle3", "drafter.hidden_size=48", "drafter.train_lm_head=false"]
     settings += ["data.regenerate.enabled=true", "data.regenerate.max_new_tokens=24"]
-    settings += ["data.regenerate.batch_size=64", "capture.mode=online", "deepspeed=zero2"]
+    settings += ["data.regenerate.batch_size=64", "capture.mode=online", "deepspeed.zero_stage=2"]
     settings += ["train.rollout_chunk=16", "train.max_drafts_per_row=40"]
     settings += [
         "train.max_steps=8",

@@ -174,7 +174,7 @@ def test_a_damaged_checkpoint_is_skipped_and_other_processes_resume(
     content = bytearray(damaged.read_bytes())
     content[-100] ^= 1
     damaged.write_bytes(content)
-    command = [f"recipe={RECIPE}", *arguments(small_target, directory), "deepspeed=zero3"]
+    command = [f"recipe={RECIPE}", *arguments(small_target, directory), "deepspeed.zero_stage=3"]
     printed = torchrun(MAIN, *command, "stages=[train]", num_processes=3)
     assert "4 rows of a step cannot be divided equally among 3 processes: 2 more rows are empty" in printed
     assert f"the checkpoint of step {STEPS} is damaged: {damaged} " in printed
@@ -196,10 +196,10 @@ def test_an_adapted_drafter_starts_with_the_weights_of_the_export(
 ) -> None:
     directory = Path(shutil.copytree(finished[0], tmp_path / "run", symlinks=True))
     [first] = directory.glob("artifacts/train-*")
-    command = [*arguments(small_target, directory), "budget=adapt", f"drafter.init_from={finished[0]}/export"]
-    same_data = "capture.max_samples=null"
+    command = [*arguments(small_target, directory), f"drafter.init_from={finished[0]}/export"]
+    same_data = "data.max_samples=null"
     stages = "stages=[data,vocab,answers,capture,train]"
-    torchrun(MAIN, f"recipe={RECIPE}", *command, same_data, "train.max_steps=2", stages)
+    torchrun(MAIN, "recipe=adapt", *command, same_data, "train.max_steps=2", stages)
     [adapted] = set(directory.glob("artifacts/train-*")) - {first}
     before, after = (
         [one for one in read_jsonl(path / "metrics.jsonl") if one["kind"] == "validation"]
@@ -209,21 +209,3 @@ def test_an_adapted_drafter_starts_with_the_weights_of_the_export(
     untrained, at_start = (one[0]["acceptance_length"]["4"] for one in (before, after))
     assert at_start == pytest.approx(trained, rel=0.03)  # the export is rounded to bfloat16
     assert at_start > 1.03**2 * untrained
-
-
-def test_a_finished_run_is_pushed(
-    finished: tuple[Path, str], small_target: EmbeddedTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory, _ = finished
-    push = [*arguments(small_target, directory), "stages=[push]"]
-    with pytest.raises(UserError, match=r"hub\.repo_id"):
-        run_here(RECIPE, *push)
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    with pytest.raises(UserError, match="HF_TOKEN"):
-        run_here(RECIPE, *push, "hub.repo_id=someone/drafter")
-    pushed: list[str] = []
-    monkeypatch.setattr("train.pipeline.push_run", lambda _, hub: pushed.append(hub.repo_id) or "URL")
-    monkeypatch.setenv("HF_TOKEN", "hf_ThisIsAToken")
-    run_here(RECIPE, *push, "hub.repo_id=someone/drafter")
-    assert pushed == ["someone/drafter"]
-    assert "hf_ThisIsAToken" not in (directory / "config.yaml").read_text()

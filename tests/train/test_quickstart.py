@@ -24,7 +24,7 @@ def test_quickstart_exports_a_drafter_and_prints_what_it_gains(
         "data.num_validation=6",
         "data.num_test=4",
         f"train.max_steps={STEPS}",
-        "capture.max_samples=60",
+        "data.max_samples=60",
     ]
     small += ["train.validate_every=6"]
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -68,9 +68,8 @@ class CaptureConfig:
         "A finished store that training reads, instead of capturing: a directory, or a URL such as "
         "s3://bucket/path. It must hold the states of this target for this training data. null: capture.",
     )
-    max_samples: int | None = setting(None, "Number of training samples, chosen at random. null: all.", ge=1)
     codec: str = setting(
-        "exact",
+        "fp8",
         "Precision of stored and sent states: exact (the target's dtype), bf16, or fp8 (half the size of "
         "bf16).",
     )

@@ -17,7 +17,7 @@ class RegenerateConfig:
     """Replacement of the assistant's turns by completions that the target writes itself."""
 
     enabled: bool = setting(
-        False, "Whether the assistant's turns are replaced. Prompts without answers are answered too."
+        True, "Whether the assistant's turns are replaced. Prompts without answers are answered too."
     )
     max_new_tokens: int = setting(512, "Length limit of a turn, in tokens.", ge=1)
     temperature: float | None = setting(
@@ -126,6 +126,7 @@ class DataConfig:
         "Further prompts that training must not see, next to those of data.eval: a file, a dataset, or a "
         ".yaml file of several, such as recipes/benchmarks.yaml. null: none.",
     )
+    max_samples: int | None = setting(None, "Number of training samples, chosen at random. null: all.", ge=1)
     turns: Turns = setting(Turns.all, "Which assistant turns are trained on.")
     template_kwargs: dict[str, Any] = setting(
         {}, "Arguments of the chat template, such as {enable_thinking: false}. Serving must use the same."
@@ -138,8 +139,8 @@ class DataConfig:
         ge=0,
         le=1,
     )
-    num_validation: int = setting(32, "Held-out prompts from which the best checkpoint is chosen.", ge=1)
-    num_test: int = setting(32, "Held-out prompts for the final evaluation.", ge=1)
+    num_validation: int = setting(128, "Held-out prompts from which the best checkpoint is chosen.", ge=1)
+    num_test: int = setting(256, "Held-out prompts for the final evaluation.", ge=1)
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     self_prompts: SelfPromptsConfig = field(default_factory=SelfPromptsConfig)
 

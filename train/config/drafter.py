@@ -81,7 +81,7 @@ class DrafterShape:
         ge=0,
     )
     draft_vocab_size: int | None = setting(
-        None, "The most tokens that can be drafted, the most frequent ones. null: all tokens.", ge=1
+        32_000, "The most tokens that can be drafted, the most frequent ones. null: all tokens.", ge=1
     )
     fc_norm: bool = setting(True, "Whether each captured state is normalized before the fusion (EAGLE 3.1).")
     norm_output: bool = setting(

@@ -28,9 +28,9 @@ class EvaluateConfig:
     )
     max_new_tokens: int = setting(256, "Length limit of a completion, in tokens.", ge=1)
     temperature: float | None = setting(
-        1.0,
+        None,
         "Temperature for sampling, at which the target writes a completion of every test prompt. "
-        "Temperature 0 is always measured. null: only that.",
-        ge=0.01,
+        "Temperature 0 is always measured; 0: only that. null: that of data.regenerate.",
+        ge=0,
         le=MAX_TEMPERATURE,
     )

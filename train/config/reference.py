@@ -15,7 +15,6 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from eagle31.choice import Choice
-from train.config.compose import compose_config
 from train.config.run import RunConfig
 from train.config.setting import bounds_in_words
 
@@ -47,11 +46,9 @@ def groups(schema: type = RunConfig, key: str = "") -> Iterator[tuple[str, type]
 
 def page() -> str:
     """Return the reference as a Markdown page."""
-    run = compose_config(["recipe=any_target", "machine=gpus"])
     sections = [_HEADER]
     for key, schema in groups():
-        values = OmegaConf.structured(schema) if "NAME" in key else OmegaConf.select(run, key) if key else run
-        values = typing.cast(dict, OmegaConf.to_container(values, resolve=False))
+        values = typing.cast(dict, OmegaConf.to_container(OmegaConf.structured(schema), resolve=False))
         intro = [] if not schema.__doc__ else [_code(inspect.cleandoc(schema.__doc__)), ""]
         title = f"## {key}" if key else "## The run"
         sections.append("\n".join([title, "", *intro, *_table(key, schema, values), ""]))

@@ -14,7 +14,7 @@ from train.config.capture import CaptureConfig, CaptureMode, CaptureSource, Torc
 from train.config.data import DataConfig, check_data
 from train.config.drafter import DrafterShape, check_drafter
 from train.config.evaluate import EvaluateConfig
-from train.config.export import ExportConfig, HubConfig
+from train.config.export import ExportConfig
 from train.config.plan import PlanConfig
 from train.config.setting import check_settings, setting
 from train.config.target import TargetConfig, TargetEngine, check_target
@@ -39,7 +39,6 @@ class Stage(Choice):
     export = "export", "writes the checkpoint that vLLM loads"
     evaluate = "evaluate", "measures speculative decoding with the export"
     report = "report", "writes the report and the model card"
-    push = "push", "pushes the export to the Hugging Face Hub"
 
 
 @dataclass
@@ -58,7 +57,6 @@ class RunConfig:
     export: ExportConfig = field(default_factory=ExportConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
-    hub: HubConfig = field(default_factory=HubConfig)
     recipe_name: str = setting(MISSING, "Name of the recipe, for reports. Set by recipe=NAME.")
     stages: list[Stage] = setting(list(Stage), "Stages to run. Finished ones are reused.")
     output_dir: str = setting(MISSING, "Directory of all results. Set to outputs/NAME by default.")
@@ -158,11 +156,6 @@ def uses_torchspec(config: RunConfig, stage: Stage) -> bool:
 def training_seed(config: RunConfig) -> int:
     """Return the seed of the drafter's first weights and of the order of the training samples."""
     return config.seed if config.train.seed is None else config.train.seed
-
-
-def pushes(config: RunConfig) -> bool:
-    """Return whether the run ends with a push: without hub.repo_id only if push is the one selected stage."""
-    return Stage.push in config.stages and (config.hub.repo_id is not None or config.stages == [Stage.push])
 
 
 def selected_stages(config: RunConfig) -> list[Stage]:

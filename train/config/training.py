@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from omegaconf import II
+
 from eagle31.choice import Choice
 from eagle31.errors import UserError
 from train.config.evaluate import MAX_DRAFT_TOKENS
@@ -44,7 +46,7 @@ class OptimConfig:
         gt=0,
         lt=MAX_LR,
     )
-    schedule: Schedule = setting(Schedule.cosine, "Course of the learning rate after the warm-up.")
+    schedule: Schedule = setting(Schedule.linear, "Course of the learning rate after the warm-up.")
     warmup_fraction: float = setting(0.015, "Fraction of the steps with a linear warm-up.", ge=0, lt=1)
     max_grad_norm: float = setting(0.5, "Norm to which gradients are clipped.", gt=0)
 
@@ -54,7 +56,7 @@ class DeepSpeedConfig:
     """How DeepSpeed holds the drafter's training state."""
 
     zero_stage: int = setting(
-        0,
+        1,
         "ZeRO stage: 0 keeps everything on each GPU; 1 splits the optimizer states, 2 the gradients too, "
         "3 the parameters too.",
         ge=0,
@@ -71,7 +73,7 @@ class TrainConfig:
     """The training loop, in which samples are packed into rows of equal length."""
 
     ttt_steps: int = setting(
-        4,
+        II("evaluate.draft_tokens"),
         "Speculation steps that are rolled out in training (training-time test).",
         ge=1,
         le=MAX_DRAFT_TOKENS,
@@ -95,7 +97,9 @@ class TrainConfig:
         "drafter of one layer.",
         ge=1,
     )
-    row_tokens: int = setting(2048, "Length of a packed row in tokens; the longest sample must fit.", ge=1)
+    row_tokens: int = setting(
+        II("data.max_tokens"), "Length of a packed row in tokens; the longest sample must fit.", ge=1
+    )
     rows_per_step: int = setting(8, "Packed rows of one optimizer step, over all ranks.", ge=1)
     max_steps: int | None = setting(None, "Number of optimizer steps. null: num_epochs decides.", ge=1)
     num_epochs: int = setting(1, "Passes over the training data if max_steps is null.", ge=1)

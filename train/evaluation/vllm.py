@@ -40,7 +40,7 @@ class VllmEvaluation:
     stop_token_ids: tuple[int, ...]
     draft_tokens: int
     max_new_tokens: int
-    temperature: float | None  # of the sampling pass; None: greedy decoding only
+    temperature: float  # of the sampling pass; 0: greedy decoding only
     seed: int
     on_cpu: bool
     engine_args: Mapping[str, Any]  # the recipe's vllm.engine_args
@@ -99,9 +99,9 @@ def fitting_prompts(settings: VllmEvaluation, prompts: Sequence[Sequence[int]]) 
 def evaluation_job(settings: VllmEvaluation, prompts: Sequence[Sequence[int]]) -> DecodeJob:
     """Return a job that decodes greedily, and samples if that is measured; `engine_args` take precedence."""
     sampled = []
-    if settings.temperature is not None and settings.on_cpu:
+    if settings.temperature and settings.on_cpu:
         print("evaluate: no sampling: vLLM 0.32 ignores temperatures on the CPU when it has a drafter")
-    elif settings.temperature is not None:
+    elif settings.temperature:
         sampled.append(Sampling(settings.temperature, settings.seed))
     longest = max(map(len, prompts)) + settings.max_new_tokens
     engine = EngineSpec(

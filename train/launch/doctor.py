@@ -47,7 +47,6 @@ from train.config.run import (
     Stage,
     captures_in_vllm,
     drafts_in_vllm,
-    pushes,
     starts_vllm,
     uses_torchspec,
 )
@@ -60,7 +59,6 @@ from train.plan.plan import make_plan
 from train.plan.sizes import RunSizes
 from train.plan.target import planned_config
 from train.plan.work import data_summary
-from train.report.hub import check_push
 from train.tables import aligned, gigabytes
 from train.target import Target
 from train.tracking import check_wandb, wandb_mode
@@ -149,8 +147,6 @@ def check_named(config: RunConfig) -> None:
     start = config.drafter.init_from
     if start is not None and not is_hub_id(start):
         fetch_checkpoint(start, None, "drafter.init_from")
-    if config.hub.repo_id is not None:
-        check_push(config.hub, needs_token=False)
 
 
 def check_environment(config: RunConfig) -> None:
@@ -415,7 +411,5 @@ def _credentials(config: RunConfig, environment: Mapping[str, str] = os.environ)
     if remote_servers(config.vllm):
         remedy = "" if environment.get(KEY_VARIABLE) else "Export it as where the servers were started."
         yield Check(KEY_VARIABLE, LACKING if remedy else OK, "not set" if remedy else "set", remedy)
-    if pushes(config):
-        yield _asked("Hub", lambda: check_push(config.hub), "a token for the push")
     check = _asked("W&B", check_wandb, "")
     yield replace(check, found=wandb_mode()) if check.status == OK else check

@@ -92,7 +92,7 @@ def _uses(sizes: RunSizes, work: Work) -> Iterator[DiskUse]:
         made = made_with(config, Stage.capture)
         left = 0 if any((one / MANIFEST).exists() for one in made) else work.store_bytes - _bytes_of(made)
         smaller = "" if capture.codec == "fp8" else "capture.codec=fp8, "
-        remedy = f"Set {smaller}capture.mode=online or a lower capture.max_samples, or free some space."
+        remedy = f"Set {smaller}capture.mode=online or a lower data.max_samples, or free some space."
         yield DiskUse("the store", output_dir, left, remedy)
     # One checkpoint more than are kept, and three copies of the weights.
     kept = 4 * sizes.num_parameters * (_STATES * (config.train.keep_checkpoints + 1) + 3)

@@ -10,7 +10,7 @@ from train.config.run import RunConfig, Stage
 
 _SETTINGS = "settings.json"  # in the directory of a result
 # The groups of settings on which no result of a training depends.
-_NOT_OF_TRAINING = ("output_dir", "stages", "plan", "hub", "export", "evaluate", "vllm", "torchspec")
+_NOT_OF_TRAINING = ("output_dir", "stages", "plan", "export", "evaluate", "vllm", "torchspec")
 
 
 def settings_of(config: RunConfig, stage: Stage) -> str:
@@ -21,7 +21,6 @@ def settings_of(config: RunConfig, stage: Stage) -> str:
     """
     config_of = asdict(config)
     known = {name: config_of[name] for name in ("seed", "target", "data")}
-    known["max_samples"] = config.capture.max_samples
     if stage is not Stage.data:
         known["states"] = [config.capture.codec, config.capture.source, config.capture.mode]
         known["states"] += [config.drafter.aux_layer_ids, config.evaluate.max_new_tokens]

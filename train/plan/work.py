@@ -43,7 +43,7 @@ class Budget:
     @staticmethod
     def of(config: Any) -> "Budget":
         """Return that of a configuration, or of a file in recipes/budget."""
-        return Budget(config.capture.max_samples, config.train.num_epochs, config.train.max_steps)
+        return Budget(config.data.max_samples, config.train.num_epochs, config.train.max_steps)
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def _data_tokens(config: RunConfig, summary: Mapping[str, Any], limit: int | Non
     if config.data.train == SELF:
         limit = min(limit or config.data.self_prompts.num, config.data.self_prompts.num)
     if limit is None:
-        return None, "unknown before the data stage, without capture.max_samples"
+        return None, "unknown before the data stage, without data.max_samples"
     mean = _document_tokens(config)
     how = "at most" if config.plan.document_tokens is None else "by plan.document_tokens"
     return limit * mean, f"{how}: {limit:,} samples of {mean:,} tokens"

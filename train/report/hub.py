@@ -13,24 +13,10 @@ from data.target.checkpoint import is_hub_id
 from eagle31.errors import UserError
 from eagle31.export.read import check_weights
 from eagle31.json_files import read_json
-from train.config.export import HubConfig
 from train.report.card import CARD, model_card, public_name
 from train.report.results import at_draft_length, read_report, read_serving
 
 TOKEN = "HF_TOKEN"
-
-
-def check_push(hub: HubConfig, needs_token: bool = True) -> None:
-    """Refuse a push that could not succeed.
-
-    Raises:
-        UserError: the repository has no name or an invalid one, or there is no token.
-    """
-    if hub.repo_id is None:
-        raise UserError("hub.repo_id", None, "Give the repository to push to: OWNER/NAME.")
-    check_repo_id("hub.repo_id", hub.repo_id)
-    if needs_token:
-        hub_token()
 
 
 def check_repo_id(field: str, name: str) -> None:
@@ -101,13 +87,7 @@ def commit_message(output_dir: Path) -> str:
     return f"Acceptance length {stats['acceptance_length']:.2f} at k = {stats['k']}, temperature 0"
 
 
-def push_run(output_dir: Path, hub: HubConfig) -> str:
-    """Push a run's export; return the commit's URL."""
-    assert hub.repo_id is not None
-    return push(files_to_push(output_dir, hub.repo_id), hub, commit_message(output_dir))
-
-
-def push(files: dict[str, Path | bytes], hub: HubConfig, message: str) -> str:
+def push(files: dict[str, Path | bytes], repo_id: str, message: str, *, private: bool = True) -> str:
     """Upload all files and make one commit of them; the repository never has only some of them.
 
     A missing repository is created; an existing one keeps its visibility.
@@ -118,18 +98,17 @@ def push(files: dict[str, Path | bytes], hub: HubConfig, message: str) -> str:
     Raises:
         UserError: there is no token or no write access, or the Hub cannot be reached.
     """
-    assert hub.repo_id is not None
     if not sys.stderr.isatty():
         disable_progress_bars()
     api = HfApi(token=hub_token())
     operations = [CommitOperationAdd(name, content) for name, content in files.items()]
     try:
-        api.create_repo(hub.repo_id, private=hub.private, exist_ok=True)
-        commit = api.create_commit(hub.repo_id, operations, commit_message=message)
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        commit = api.create_commit(repo_id, operations, commit_message=message)
     except (HTTPError, OfflineModeIsEnabled, RuntimeError) as error:  # RuntimeError: a file's upload
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
         remedy = f"Nothing was committed: {str(error.__cause__ or error).strip().partition(chr(10))[0]}"
         if status in (401, 403):
             remedy = f"The Hub refuses it ({status}): the token has no write access."
-        raise UserError("hub.repo_id", hub.repo_id, remedy) from None
+        raise UserError("--repo", repo_id, remedy) from None
     return str(commit.commit_url)

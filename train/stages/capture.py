@@ -51,7 +51,7 @@ def capture_inputs(context: RunContext) -> dict[str, Any]:
     inputs |= SOURCE_INPUTS[capture.source](context.config)
     inputs |= {"codec": capture.codec, "format": STATES_VERSION}
     if capture.mode is CaptureMode.offline:
-        inputs |= {"max_samples": capture.max_samples, "seed": context.config.seed}
+        inputs |= {"max_samples": context.config.data.max_samples, "seed": context.config.seed}
     if capture.store is not None:
         fields = manifest_fields(context.target, context.drafter.aux_layer_ids)
         fields["codec"] = capture.codec

@@ -55,7 +55,7 @@ SELF_PROMPTS = "self_prompts.jsonl"
 _TOKENIZED = "tokenized"
 # Names in `data_inputs` of what the held-out prompts depend on.
 HELD_OUT_INPUTS = {"train", "eval", "columns", "tokenizer", "template", "eos_token_ids", "held_out", "seed"}
-# Conversations that are tokenized whatever capture.max_samples is: the draft vocabulary counts their tokens.
+# Conversations that are tokenized whatever data.max_samples is: the draft vocabulary counts their tokens.
 COUNTED_CONVERSATIONS = 20_000
 _FEW_CONVERSATIONS = 1_000  # need no process for each core
 # With which data.template_probability renders training conversations: those of the ablation in docs/study.md.
@@ -80,7 +80,7 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
     inputs |= {
         "turns": data.turns.value,
         "max_tokens": data.max_tokens,
-        "max_samples": context.config.capture.max_samples,
+        "max_samples": context.config.data.max_samples,
     }
     inputs |= share_inputs(data)
     if data.template_probability:
@@ -138,7 +138,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     prompts = _held_out_prompts(context.config, context.target, read.held_out)
     write_json(directory / "held_out.json", prompts)
     summary |= {f"num_{name}": len(prompts[name]) for name in HELD_OUT}
-    limit = context.config.capture.max_samples
+    limit = context.config.data.max_samples
     if data.template_probability:
         _check_templates(data, context.target, conversations[0])
     if data.regenerate.enabled:
@@ -328,7 +328,7 @@ def _regenerated(context: RunContext, conversations: Conversations, directory: P
             template_kwargs=context.target.template_kwargs,
             directory=directory,
             on_refused=_print_refused,
-            max_samples=context.config.capture.max_samples,
+            max_samples=context.config.data.max_samples,
             progress=True,
         )
 

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +44,13 @@ def evaluate_inputs(context: RunContext) -> dict[str, Any]:
         "capture": context.artifacts[Stage.capture].key,
         "draft_tokens": config.evaluate.draft_tokens,
         "decoded_prompts": config.evaluate.decoded_prompts,
-        "temperature": config.evaluate.temperature,
+        "temperature": temperature_of(context),
         "seed": config.seed,
     }
     if config.target.engine is TargetEngine.vllm:
         # Some of vLLM's arguments change numbers (dtype, quantization).
         inputs |= {"engine": config.target.engine.value, "engine_args": config.vllm.engine_args}
-    elif config.evaluate.temperature is not None:
+    elif inputs["temperature"]:
         # A sampled completion depends on the other prompts of its batch.
         inputs["batch_size"] = config.data.regenerate.batch_size
     return inputs
@@ -106,6 +105,15 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     return {"acceptance_length": length, "k": evaluate.draft_tokens}
 
 
+def temperature_of(context: RunContext) -> float:
+    """Return the temperature for sampling: by default that at which training data is regenerated."""
+    config = context.config
+    for given in (config.evaluate.temperature, config.data.regenerate.temperature):
+        if given is not None:
+            return given
+    return float(context.target.parts.sampling["temperature"])
+
+
 def described_states(context: RunContext) -> str:
     """Return how the states that are replayed were captured, for messages."""
     dtype = str(context.target.parts.dtype).removeprefix("torch.")
@@ -131,7 +139,7 @@ def vllm_evaluation(context: RunContext, passes: Path) -> VllmEvaluation:
         stop_token_ids=context.target.eos_token_ids,
         draft_tokens=evaluate.draft_tokens,
         max_new_tokens=evaluate.max_new_tokens,
-        temperature=evaluate.temperature,
+        temperature=temperature_of(context),
         seed=context.config.seed,
         on_cpu=context.world.device.type == "cpu",
         engine_args=single_replica(context.config.vllm.engine_args),
@@ -167,7 +175,9 @@ def decode_in_transformers(
         context.config.data.regenerate.batch_size,
     )
 
-    def sample(temperature: float) -> dict[str, Any]:
+    temperature = temperature_of(context)
+
+    def sample() -> dict[str, Any]:
         sampling = Sampling(evaluate.max_new_tokens, eos, temperature, context.config.seed)
         completions = completing.complete(prompts, sampling, passes.directory / "sampled.jsonl")
         rows = packed(completing.samples(prompts, completions))
@@ -175,8 +185,8 @@ def decode_in_transformers(
         return {"sampling": report}
 
     sampled = None
-    if evaluate.temperature is not None:
-        sampled = passes.run("sampling", partial(sample, evaluate.temperature))["sampling"]
+    if temperature:
+        sampled = passes.run("sampling", sample)["sampling"]
     engine = engine_name(model.dtype, context.world.device)
     decoded = DecodedSubset(engine, range(len(chosen)), served, sampled, model.dtype)
     return decoded, completing.texts(chosen, drafted_completions(served, alone[: len(chosen)]))

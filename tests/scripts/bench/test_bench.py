@@ -136,7 +136,7 @@ def test_the_study_of_long_contexts_counts_what_is_as_learned_and_compares_the_s
 
 @pytest.mark.full("trains drafters, and the targets where they are missing")
 def test_study_and_quality_train_and_measure(tmp_path: Path) -> None:
-    small = ("--set", "train.max_steps=4", "data.num_test=4", "capture.max_samples=60")
+    small = ("--set", "train.max_steps=4", "data.num_test=4", "data.max_samples=60")
     found = run(
         "study", "--sides", "eagle3", "eagle3.1", "--equal-minutes", "--seeds", "0", *small, cwd=tmp_path
     )

@@ -17,7 +17,7 @@ NEEDED = ["target.model=somewhere", "data.train=some.jsonl"]
 
 
 def changed(key: str, value: Any) -> RunConfig:
-    config = RunConfig()
+    config = composed("any_target", *NEEDED, "machine=gpus", "deepspeed.zero_stage=0")
     *groups, name = key.split(".")
     owner = reduce(getattr, groups, config)
     assert hasattr(owner, name), key
@@ -39,7 +39,7 @@ def test_overrides_reach_their_fields_with_the_right_types() -> None:
         "any_target",
         *NEEDED,
         "drafter=eagle3",
-        "deepspeed=zero2",
+        "deepspeed.zero_stage=2",
         "capture.mode=online",
         "optim.schedule=linear",
         "optim.lr=1e-3",

@@ -17,11 +17,11 @@ KEY = "planted/secret:of+a@store"  # keys of object storage have such characters
         (f"capture.store='s3://key:{SECRET}@bucket/store'", "capture.store"),
         (f"data.train='https://user:{SECRET}@host/data.jsonl'", "data.train"),
         (f"vllm.engine_args.api_key={SECRET}", "vllm.engine_args.api_key"),
-        (f"hub.repo_id={TOKEN}/drafter", "hub.repo_id"),
+        (f"drafter.init_from={TOKEN}/drafter", "drafter.init_from"),
         (f"data.template_kwargs={{note: {TOKEN}}}", "data.template_kwargs.note"),
         (f"data.template_kwargs={{{TOKEN}: 1}}", "data.template_kwargs"),
         (f"data.sources={{a: {{source: {TOKEN}/data}}}}", "data.sources.a.source"),
-        ("hub.repo_id=outputs/${oc.env:WANDB_API_KEY}", "hub.repo_id"),
+        ("data.eval=outputs/${oc.env:WANDB_API_KEY}", "data.eval"),
     ],
 )
 def test_a_secret_in_a_configuration_is_refused_and_not_repeated(

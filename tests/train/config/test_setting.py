@@ -20,7 +20,13 @@ WORDS: dict[object, tuple[float, ...]] = {
 }
 # Where 0 has a meaning (off, none, all, or the first); see docs/configuration.md.
 ZERO = {
-    *("seed", "train.seed", "data.regenerate.temperature", "data.template_probability"),
+    *(
+        "seed",
+        "train.seed",
+        "data.regenerate.temperature",
+        "evaluate.temperature",
+        "data.template_probability",
+    ),
     "data.max_malformed_fraction",
     *("optim.warmup_fraction", "deepspeed.zero_stage", "drafter.aux_layer_ids"),
 }
@@ -63,7 +69,7 @@ def test_a_number_means_something_or_is_refused_by_name(key: str, kind: object, 
         ("data.sources.a={source: b, weight: 0}", "data.sources.a.weight"),
         ("train.step_decay=1.01", "train.step_decay"),
         ("output_dir=' '", "output_dir"),
-        ("hub.repo_id=", "hub.repo_id"),
+        ("data.eval=", "data.eval"),
     ],
 )
 def test_bounds_of_members_and_ends_of_ranges_and_empty_texts(argument: str, field: str) -> None:

@@ -69,14 +69,14 @@ def test_what_is_lacking_has_a_row_and_a_remedy(
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("WANDB_MODE", "banana")
     served = (f"vllm.servers=[http://127.0.0.1:{free_port()}]", "capture=vllm_online", "capture.spool_gb=1e6")
-    elsewhere = ("data.train=none.jsonl", "hub.repo_id=org/drafter", "--json")
+    elsewhere = ("data.train=none.jsonl", "--json")
     with protected(tmp_path / "kept"):
         outcome = examined(small_target, tmp_path, *served, *elsewhere)
     assert outcome.status == 1
     lacking = [check for check in json.loads(outcome.out) if check["status"] == "lacking"]
     assert all(check["remedy"] for check in lacking)
     names = {check["name"].partition(" ")[0] for check in lacking}
-    assert names == {"directories", "disk", "host", "data.train", "server", "Hub", "W&B"}
+    assert names == {"directories", "disk", "host", "data.train", "server", "W&B"}
 
 
 @pytest.mark.parametrize(

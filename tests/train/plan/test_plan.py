@@ -34,7 +34,7 @@ from train.plan.where import where_target_runs
 from train.plan.work import data_summary
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes" / "recipe").glob("*.yaml"))
-NAMED = [name for name in RECIPES if name != "any_target"]
+NAMED = [name for name in RECIPES if name not in ("adapt", "any_target")]
 # Parameters in 10^9, total and active per token, from the model cards.
 SIZES = {
     "kimi_k2_6": (1000, 32),
@@ -148,7 +148,7 @@ def test_the_plan_has_the_hours_of_each_budget() -> None:
     assert way.budget_hours["standard"] == way.hours.total
     assert way.hours.total is not None
     assert way.hours.gpu_tokens == pytest.approx(trained_tokens / (8 * way.hours.total))
-    assert list(way.budget_hours) == ["adapt", "quick", "standard", "reproduce"]
+    assert list(way.budget_hours) == ["quick", "standard", "reproduce"]
     quick = planned("qwen3_8b", "plan.num_nodes=1", "budget=quick").first.hours
     assert quick is not None
     assert way.budget_hours["quick"] == quick.total
@@ -161,7 +161,7 @@ def test_the_prompts_that_a_target_writes_limit_the_samples_and_are_tokens_that_
     assert work.tokens == 1000 * 700
     assert work.completions is not None
     assert work.completions.tokens == work.tokens * composed("qwen3_0_6b").plan.assistant_fraction + 50_000
-    fewer = planned("qwen3_0_6b", *settings, "capture.max_samples=100").work
+    fewer = planned("qwen3_0_6b", *settings, "data.max_samples=100").work
     assert fewer.tokens == 100 * 700
 
 
@@ -310,7 +310,7 @@ def test_a_target_that_does_not_fit_is_refused() -> None:
         check_gpu_memory(config, Cluster(1, 8, 8, int(141e9)), [Stage.capture, Stage.train])
 
 
-OTHERS = ["capture.max_samples=1000", "drafter.aux_layer_ids=[2,18,34]", "data.max_tokens=2048"]
+OTHERS = ["data.max_samples=1000", "drafter.aux_layer_ids=[2,18,34]", "data.max_tokens=2048"]
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -321,7 +321,7 @@ def test_only_a_store_of_this_run_is_room_that_it_no_longer_needs(
     monkeypatch.setattr("train.plan.disk.free_bytes", lambda _: 10**11)  # enough for the rest
     monkeypatch.setattr("train.plan.disk.host_bytes", lambda: 10**15)
     settings = [f"output_dir={tmp_path}", "plan.gpu_memory_gb=null", "plan.gpus_per_node=null"]
-    settings += ["capture=vllm", "capture.codec=fp8", "capture.max_samples=600000", "capture.spool_gb=0.01"]
+    settings += ["capture=vllm", "capture.codec=fp8", "data.max_samples=600000", "capture.spool_gb=0.01"]
     written = tmp_path / "artifacts" / "capture-0123"
     note_settings(composed("qwen3_8b", *settings, *([other] if other else [])), Stage.capture, written)
     if finished:
@@ -333,7 +333,7 @@ def test_only_a_store_of_this_run_is_room_that_it_no_longer_needs(
     assert bool(lacking) == (other is not None)
     for one in lacking:
         assert "the store" in one
-        assert "capture.max_samples" in one
+        assert "data.max_samples" in one
 
 
 def test_the_memory_of_the_host_holds_the_spool_the_optimizer_and_rows_in_chunks(

@@ -127,7 +127,7 @@ def test_dry_run_shows_what_would_be_uploaded(hub: Hub, push: Push, finished: Pa
     ("arguments", "token", "field"),
     [
         (("--repo", REPO), None, "HF_TOKEN"),
-        (("--repo", "drafter"), TOKEN, "hub.repo_id=drafter"),
+        (("--repo", "drafter"), TOKEN, "--repo=drafter"),
         (("--repo", REPO, "--base-model", "here"), TOKEN, "--base-model=here"),
     ],
 )
@@ -169,6 +169,6 @@ def test_a_refusal_of_the_hub_is_the_users_to_mend(
     hub.refusal = refusal
     status, _, said = push(finished, "--repo", REPO)
     assert status == 2
-    assert f"error: hub.repo_id={REPO}" in said
+    assert f"error: --repo={REPO}" in said
     assert remedy in said
     assert TOKEN not in said

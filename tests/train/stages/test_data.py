@@ -26,7 +26,7 @@ LIMIT = 50
 
 def _chosen(target: EmbeddedTarget, directory: Path, *settings: str) -> tuple[dict, list[dict]]:
     """Run the data stage; return its summary and the training samples."""
-    limit = f"capture.max_samples={LIMIT}"
+    limit = f"data.max_samples={LIMIT}"
     config = composed(RECIPE, *arguments(target, directory), limit, "data.max_tokens=100", *settings)
     context = RunContext(config, World(rank=0, local_rank=0, size=1))
     unfinished_stages(context, [Stage.data])

@@ -62,7 +62,7 @@ def test_a_run_reads_the_store_of_another_from_object_storage(
     ("changes", "remedy"),
     [
         (["capture.codec=fp8"], r"Its codec is .*exact.* change capture\.codec"),
-        (["capture.max_samples=10"], r"samples of other data than this run's 10; "),
+        (["data.max_samples=10"], r"samples of other data than this run's 10; "),
         (["capture.store=/nowhere"], "it is no finished store"),
     ],
 )

@@ -81,7 +81,7 @@ def training_inputs(config: RunConfig, drafter: ChosenDrafter, data: Artifact) -
     return continued | {
         "fixed": fixed_inputs(config, drafter),
         "data": data.key,
-        "max_samples": config.capture.max_samples,
+        "max_samples": config.data.max_samples,
         "optim": plain(asdict(chosen_optim(config, drafter))),
         "train": plain(training),
         "draft_tokens": config.evaluate.draft_tokens,

@@ -70,7 +70,7 @@ def runs(small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.
         return [*WARM_DOWN, f"train.continue_from={root / name}", *settings]
 
     branch = run("branch", EVALUATED, *continued("whole@8"), "train.max_steps=12")
-    other_data = ["train.max_steps=20", "capture.max_samples=60", "optim.lr=1e-3"]
+    other_data = ["train.max_steps=20", "data.max_samples=60", "optim.lr=1e-3"]
     steps: dict[str, Any] = {
         "first": run("extended", TRAIN, *WARM_DOWN, "train.max_steps=8"),
         # From the checkpoint at which the rate of the first began to fall.
