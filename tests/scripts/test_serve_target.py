@@ -40,7 +40,7 @@ def recipe(spec: TargetSpec, output_dir: Path) -> list[str]:
     settings = [f"target.model={spec.model}", "data.train=none", "deepspeed.precision=fp32"]
     settings.append("data.regenerate.enabled=false")
     return [
-        "any_target",
+        "recipe=any_target",
         *settings,
         f"output_dir={output_dir}",
         "data.max_tokens=100",
@@ -90,7 +90,7 @@ def test_servers_of_a_recipe_end_together(tmp_path: Path) -> None:
 
 def test_other_machines_are_served_with_a_key_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    done = run_command("scripts/serve_target", "any_target", "--host", "0.0.0.0")
+    done = run_command("scripts/serve_target", "recipe=any_target", "--host", "0.0.0.0")
     assert (done.status, done.out) == (2, "")
     assert "VLLM_API_KEY=: Other machines reach the server at --host 0.0.0.0" in done.err
     assert "export VLLM_API_KEY=$(openssl rand -hex 32)" in done.err

@@ -110,7 +110,6 @@ def render(
         srun_options=srun_options,
         checkout=str(CHECKOUT),
         arguments=[f"recipe={recipe}", *(one for one in arguments if not one.startswith("recipe="))],
-        recipe=recipe,
         output_dir=str(output_dir.absolute()),
         mooncake_port=mooncake,
         stopped_file=STOPPED_FILE,

@@ -208,7 +208,7 @@ class InServers(WhereTargetRuns):
         per_node = servers.num_servers // cluster.target_nodes
         nodes = [f"TARGET{index + 1}" for index in range(cluster.target_nodes)]
         urls = [f"http://{node}:{_PORT + index}" for node in nodes for index in range(per_node)]
-        serve = ["scripts/serve_target", self.config.recipe_name, *given, "--host", "0.0.0.0"]
+        serve = ["scripts/serve_target", f"recipe={self.config.recipe_name}", *given, "--host", "0.0.0.0"]
         submit = ["--target-nodes", str(cluster.target_nodes)]
         if per_node > 1:
             serve += ["--servers", str(per_node)]

@@ -166,10 +166,12 @@ def test_the_command_prints_the_table(
     found = Prediction([Operation("mm", part, 10**12, 1) for part in recorded.PARTS], 9 * 10**12)
     monkeypatch.setattr("scripts.bench.roofline.predict", lambda sizes: found)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["step", "--roofline", "recipe=kimi_k2_6", "--gpu", "a100"])
+    monkeypatch.setattr(
+        sys, "argv", ["step", "--roofline", "recipe=kimi_k2_6", "--gpu", "a100", "train.ttt_steps=4"]
+    )
     command("step").main()
     title, *table = capsys.readouterr().out.splitlines()
-    assert title.startswith("recipe=kimi_k2_6: 1.841 B parameters")
+    assert title.startswith("recipe=kimi_k2_6 train.ttt_steps=4: 1.841 B parameters")
     assert len(table) == len(recorded.PARTS) + 3
     assert table[-1].startswith("by formula 9.000 TFLOP: MFU 70.0%")
 
