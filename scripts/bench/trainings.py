@@ -20,13 +20,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data.capture.hf import HiddenStateCapture
 from data.conversations.perturbation import PromptSetting
 from data.conversations.schemas import Conversation
 from data.sampling import Sampling
 from data.store import HiddenStateStore
-from data.target.loading import load_target
-from data.target.modules import locate
 from data.target.parts import TargetParts
 from eagle31.errors import UserError
 from eagle31.export.config_json import config_json
@@ -44,9 +41,10 @@ from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import World
 from train.drafter.published import open_published
+from train.evaluation.completing import CompletingTarget, packed
 from train.evaluation.intervals import Floats, Interval
 from train.evaluation.matrix import Cell, complete_cells, parse_sources, prompt_source, render_cells
-from train.evaluation.replay import MAX_DRAFT_TOKENS, CompletingTarget, packed, replay_greedily
+from train.evaluation.replay import MAX_DRAFT_TOKENS, replay_greedily
 from train.pipeline import STAGES
 from train.stages.training.building import new_drafter
 from train.stages.vocab import load_projected, load_vocab
@@ -293,9 +291,9 @@ def held_out_rows(data: Data, sources: dict[str, list[Conversation]]) -> dict[st
     """
     context = data.context()
     target, config = context.target, context.config
-    model = load_target(target.spec, _CPU)
-    capture = HiddenStateCapture(model, locate(model), context.drafter.aux_layer_ids)
-    completing = CompletingTarget(capture, target.parts.fingerprint, batch_size=32)
+    completing = CompletingTarget.load(
+        target.spec, target.parts, context.drafter.aux_layer_ids, _CPU, batch_size=32
+    )
     if sources:
         cells, left_out = render_cells(
             sources,

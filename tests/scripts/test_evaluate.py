@@ -15,11 +15,10 @@ from tests.data.conversations import chat_templates as templates
 from tests.data.target.tiny_target import HIDDEN_SIZE, save_model
 from tests.train.drafter.tiny_export import write_tiny_export
 from tests.train.small_run import assert_agreement
-from train.evaluation import checkpoint as evaluation
+from train.evaluation import completing
 from train.evaluation.checkpoint import (
     CheckpointEvaluation,
     evaluate_checkpoint,
-    evaluate_matrix,
     of_all_sources,
 )
 from train.evaluation.matrix import format_matrix, parse_sources, prompt_source, settings_of
@@ -96,7 +95,7 @@ def test_the_prompts_that_are_decoded_are_of_all_sources() -> None:
 def test_bad_input_is_refused_before_the_target_is_loaded(
     asked: CheckpointEvaluation, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], field: str
 ) -> None:
-    monkeypatch.setattr(evaluation, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(completing, "load_target", lambda *_: pytest.fail("the target was loaded"))
     with pytest.raises(UserError) as raised:
         evaluate_checkpoint(replace(asked, **changes))
     assert raised.value.field == field
@@ -115,7 +114,7 @@ def test_matrix(asked: CheckpointEvaluation, tmp_path: Path, monkeypatch: pytest
         output=tmp_path / "kept",
     )
     conditions = settings_of(["plain"], ["short"], [60])
-    result = evaluate_matrix(settings, conditions)
+    result = evaluate_checkpoint(settings, conditions)
     names = [
         f"{domain}{suffix}" for domain in ("data", "other") for suffix in ("", "/plain", "/system_short")
     ]
@@ -132,7 +131,7 @@ def test_matrix(asked: CheckpointEvaluation, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(
         TransformersGenerator, "converse", lambda _, asked, *__: set(asked) and pytest.fail(asked)
     )
-    assert evaluate_matrix(settings, conditions) == result
+    assert evaluate_checkpoint(settings, conditions) == result
 
 
 def test_matrix_refuses_what_cannot_be_measured(asked: CheckpointEvaluation, tmp_path: Path) -> None:
@@ -140,7 +139,10 @@ def test_matrix_refuses_what_cannot_be_measured(asked: CheckpointEvaluation, tmp
         (lambda: settings_of(["nothing"], [], []), "--matrix.template"),
         (lambda: parse_sources(["a/b.jsonl", "b=x.jsonl"], prompt_source("--data")), "--data"),
         (lambda: parse_sources(["nothing.yaml"], prompt_source("--data")), "--data"),
-        (lambda: evaluate_matrix(replace(asked, max_new_tokens=10**6), settings_of([], [], [])), "--data"),
+        (
+            lambda: evaluate_checkpoint(replace(asked, max_new_tokens=10**6)),
+            "--data",
+        ),
     ):
         with pytest.raises(UserError) as raised:
             given()

@@ -19,8 +19,9 @@ from data.samples import CapturedSample
 from data.sampling import Sampling
 from eagle31.errors import UserError
 from train.artifact import fingerprint
+from train.evaluation.completing import CompletingTarget
 from train.evaluation.intervals import paired_ratio
-from train.evaluation.replay import CompletingTarget, PromptAcceptance
+from train.evaluation.replay import PromptAcceptance
 from train.tables import aligned
 
 _MIN_FILLED = 0.9  # of the tokens to which a setting lengthens a prompt

@@ -6,18 +6,16 @@ from typing import Any
 
 import torch
 
-from data.capture.hf import HiddenStateCapture, check_head
 from data.progress import tracked
-from data.target.loading import load_target
-from data.target.modules import locate
 from data.target.parts import TargetParts
 from data.target.spec import TargetSpec
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.export.read import LoadedExport
-from eagle31.model.frozen import FrozenParts
 from train.engines.serving import Served, acceptance
 from train.evaluation.agreement import Difference, compare_drafts, compare_tokens, count_drafts
-from train.evaluation.replay import CompletingTarget, packed, replay_greedily
+from train.evaluation.completing import CompletingTarget, packed
+from train.evaluation.measure import Candidate, candidate_of
+from train.evaluation.replay import replay_greedily
 from train.tables import aligned
 
 _NUM_SHOWN = 8  # differences in a list
@@ -89,8 +87,7 @@ class Comparison:
 class Reference:
     """The target, and the trained drafter, with which an engine is compared."""
 
-    loaded: LoadedExport
-    frozen: FrozenParts
+    candidate: Candidate
     target: CompletingTarget
     quantized: bool  # whether the target is
 
@@ -102,15 +99,11 @@ class Reference:
             loaded: on the same device.
             spec: on a CPU, best in float32, whose rounding leaves only that of the engine.
         """
-        frozen = FrozenParts(
-            loaded.embed_tokens, parts.head.to(device), loaded.draft_target_ids, lm_head=None
-        )
-        model = load_target(spec, device)
-        capture = HiddenStateCapture(model, locate(model), loaded.drafter.config.aux_layer_ids)
-        check_head(capture, parts.head)
-        target = CompletingTarget(capture, parts.fingerprint, batch_size=4)
+        candidate = candidate_of(loaded, parts.head, device, loaded.embed_tokens.dtype)
+        ids = loaded.drafter.config.aux_layer_ids
+        target = CompletingTarget.load(spec, parts, ids, device, batch_size=4)
         quantized = getattr(parts.config, "quantization_config", None) is not None
-        return Reference(loaded, frozen, target, quantized)
+        return Reference(candidate, target, quantized)
 
     def compare(
         self, prompts: Sequence[Sequence[int]], served: Served, k: int, dtype: torch.dtype
@@ -129,14 +122,12 @@ class Reference:
         num_compared, drafts, tokens = 0, [], []
         for index, sample in zip(kept, captured, strict=True):
             completion = served.completions[index]
-            number, found = compare_drafts(
-                self.loaded.drafter, self.frozen, sample, completion, theirs[index], dtype
-            )
+            number, found = compare_drafts(*self.candidate, sample, completion, theirs[index], dtype)
             num_compared += number
             drafts += [(index, one) for one in found]
-            written = compare_tokens(self.frozen, sample, completion, dtype)
+            written = compare_tokens(self.candidate[1], sample, completion, dtype)
             tokens += [(index, one) for one in written]
-        replayed = replay_greedily(self.loaded.drafter, self.frozen, packed(captured), k)
+        replayed = replay_greedily(*self.candidate, packed(captured), k)
         return Comparison(
             replayed=replayed.totals()[k - 1] if captured else AcceptanceStats.from_lengths(k, []),
             vllm=acceptance(k, theirs, served.completions),

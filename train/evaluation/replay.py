@@ -1,31 +1,22 @@
 """Acceptance by replay, for each prompt and draft length."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from data.batches.rows import pack_row
-from data.capture.hf import HiddenStateCapture
-from data.generation.answers import answer_prompts
-from data.generation.hf import TransformersGenerator
-from data.samples import CapturedSample
-from data.sampling import Sampling
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.replay import expected_replay, replay
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.teacher_forced import acceptance_given_text, greedy_hits
-from train.evaluation.agreement import DraftedCompletion, Texts
 from train.evaluation.intervals import acceptance_interval
 
 MAX_DRAFT_TOKENS = 8
-_ROW_TOKENS = 2048
 
 # The rows of one document as `replay` takes them, and the draft length.
 Rule = Callable[[Tensor, Tensor, int], AcceptanceStats]
@@ -65,53 +56,6 @@ class PromptAcceptance:
                 found = acceptance_interval(drafts, accepted, self.strata)
                 rows.append(total.to_json() | {"low": found.low, "high": found.high})
         return {"by_draft_length": rows, "by_prompt": counts, "texts_hash": self.texts_hash}
-
-
-@dataclass(frozen=True)
-class CompletingTarget:
-    """A target that completes prompts in batches and returns its states of them."""
-
-    capture: HiddenStateCapture
-    fingerprint: str  # of its weights
-    batch_size: int  # prompts in a forward pass
-
-    def complete(self, prompts: Sequence[Sequence[int]], sampling: Sampling, output: Path) -> list[list[int]]:
-        """Return the completions, which are kept in a JSONL file, `output`, so that they can be resumed."""
-        return answer_prompts(
-            TransformersGenerator(self.capture.model, self.batch_size),
-            prompts,
-            sampling,
-            output=output,
-            model_fingerprint=self.fingerprint,
-            progress=True,
-        )
-
-    def samples(
-        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
-    ) -> Iterator[CapturedSample]:
-        """Yield each prompt with its completion and the states of both, on the CPU.
-
-        A completion of fewer than two tokens has no draft, and is left out.
-        """
-        pairs = [pair for pair in zip(prompts, completions, strict=True) if len(pair[1]) > 1]
-        for start in range(0, len(pairs), self.batch_size):
-            batch = pairs[start : start + self.batch_size]
-            ids = [torch.tensor([*prompt, *completion]) for prompt, completion in batch]
-            states = self.capture.capture(ids)
-            for input_ids, (prompt, _), (aux, final) in zip(ids, batch, states, strict=True):
-                loss_mask = torch.arange(len(input_ids)) >= len(prompt)
-                yield CapturedSample(input_ids, loss_mask, aux.cpu(), final.cpu())
-
-    def texts(self, prompts: Sequence[Sequence[int]], completions: Sequence[DraftedCompletion]) -> Texts:
-        """Return each completion of at least two tokens with the sample of its prompt and itself."""
-        token_ids = [one.token_ids for one in completions]
-        kept = [one for one in completions if len(one.token_ids) > 1]
-        return list(zip(self.samples(prompts, token_ids), kept, strict=True))
-
-
-def longest_draft(draft_tokens: int) -> int:
-    """Return the longest draft that is replayed for an evaluation at this draft length."""
-    return max(MAX_DRAFT_TOKENS, draft_tokens)
 
 
 @torch.no_grad()
@@ -162,20 +106,6 @@ def sampling_report(
         "greedy_drafts": PromptAcceptance(tuple(greedy), texts.hexdigest(), strata).to_json(),
         "sampled_drafts": PromptAcceptance(tuple(sampled), texts.hexdigest(), strata).to_json(),
     }
-
-
-def packed(samples: Iterable[CapturedSample]) -> Iterator[PackedBatch]:
-    """Yield the samples in order, as many in a row as fit."""
-    row: list[CapturedSample] = []
-    num_tokens = 0
-    for sample in samples:
-        if row and num_tokens + len(sample.input_ids) > _ROW_TOKENS:
-            yield pack_row(row, num_tokens)
-            row, num_tokens = [], 0
-        row.append(sample)
-        num_tokens += len(sample.input_ids)
-    if row:
-        yield pack_row(row, num_tokens)
 
 
 def _texts_of(batch: PackedBatch) -> bytes:

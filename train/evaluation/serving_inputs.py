@@ -27,6 +27,7 @@ from eagle31.export.layouts import Layout, layout_of, read_raw_config
 from eagle31.export.published_config import read_config
 from eagle31.model.config import DrafterConfig
 from train.engines.serving import EngineSpec, draft_room
+from train.evaluation.measure import common_positions
 
 Prompts = list[list[int]]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -175,7 +176,7 @@ def load_inputs(arguments: argparse.Namespace) -> Inputs:
     prompts, source = find_prompts(arguments.prompts, arguments.export, tokenizer, arguments.num_prompts)
     check_prompts(
         prompts,
-        room=_positions(parts, config) - draft_room(longest),
+        room=common_positions(parts, config) - draft_room(longest),
         max_new_tokens=arguments.max_new_tokens,
     )
     ends = {*parts.eos_token_ids, tokenizer.eos_token_id} - {None}
@@ -228,12 +229,6 @@ def parse_engine_arguments(pairs: Sequence[str]) -> dict[str, Any]:
 def announce(message: str) -> None:
     """Print progress on stderr; the results go to stdout."""
     print(message, file=sys.stderr, flush=True)
-
-
-def _positions(parts: TargetParts, config: DrafterConfig) -> int:
-    """Return the number of positions that target and drafter both have."""
-    target = getattr(parts.config.get_text_config(), "max_position_embeddings", None)
-    return min(target or config.max_position_embeddings, config.max_position_embeddings)
 
 
 def find_prompts(

@@ -1,16 +1,16 @@
 """Decoding in vLLM with the export as drafter."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from data.capture.vllm.environment import find_python
-from data.target.spec import TargetSpec
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.errors import UserError
+from train.config.run import Stage
+from train.context import RunContext
 from train.engines.serving import (
     GREEDY,
     DecodedPass,
@@ -23,109 +23,94 @@ from train.engines.serving import (
     require,
     run_jobs,
 )
-from train.evaluation.decoding import DecodedSubset
+from train.evaluation.measure import Conditions, DecodedSubset, common_positions
 from train.evaluation.replay import PromptAcceptance
 
 NUM_AT_A_TIME = 8  # prompts that an engine decodes concurrently
 
 
-@dataclass(frozen=True)
-class VllmEvaluation:
-    """The export that vLLM evaluates, its target, and how they decode."""
-
-    target: TargetSpec
-    target_dtype: torch.dtype
-    export: Path
-    max_positions: int  # positions that target and drafter both have
-    stop_token_ids: tuple[int, ...]
-    draft_tokens: int
-    max_new_tokens: int
-    temperature: float  # of the sampling pass; 0: greedy decoding only
-    seed: int
-    on_cpu: bool
-    engine_args: Mapping[str, Any]  # the recipe's vllm.engine_args
-    log: Path  # the file for vLLM's output
-    passes: Path  # the directory of finished passes
-
-
 def decode_in_vllm(
-    settings: VllmEvaluation, prompts: Sequence[Sequence[int]], num_decoded: int
+    context: RunContext, prompts: Sequence[Sequence[int]], conditions: Conditions, passes: Path
 ) -> DecodedSubset:
-    """Decode the first prompts that fit.
+    """Decode the first prompts that fit with the run's export; sample, if that is measured.
+
+    Args:
+        passes: the directory of finished passes.
 
     Raises:
         EngineFailure: the engine does not start, fails, or records other drafts than it counts.
         UserError: no prompt fits, or vLLM's environment is missing.
     """
-    indices = fitting_prompts(settings, prompts)[:num_decoded]
-    log = settings.log
+    config, parts = context.config, context.target.parts
+    on_cpu, log = context.world.device.type == "cpu", context.output_dir / "vllm-evaluate.log"
+    positions = common_positions(parts, context.drafter.config())
+    indices = fitting_prompts(prompts, positions, conditions)[: config.evaluate.decoded_prompts]
+    chosen = [prompts[index] for index in indices]
+    sampled = []
+    if conditions.temperature and on_cpu:
+        print("evaluate: no sampling: vLLM 0.32 ignores temperatures on the CPU when it has a drafter")
+    elif conditions.temperature:
+        sampled.append(Sampling(conditions.temperature, conditions.seed))
+    engine = EngineSpec(
+        target=context.target.spec.checkpoint.path,
+        export=(context.artifacts[Stage.export].directory / "checkpoint").absolute(),
+        k=conditions.draft_tokens,
+        dtype=str(parts.dtype).removeprefix("torch."),
+        revision=context.target.spec.revision,
+        trust_remote_code=context.target.spec.trust_remote_code,
+        max_model_len=max(map(len, chosen)) + conditions.max_new_tokens + draft_room(conditions.draft_tokens),
+        max_num_seqs=NUM_AT_A_TIME,
+        enforce_eager=on_cpu,
+        seed=conditions.seed,
+        extra=single_replica(config.vllm.engine_args),
+    )
+    job = DecodeJob(
+        "the export as drafter",
+        engine,
+        chosen,
+        conditions.max_new_tokens,
+        conditions.eos_token_ids,
+        [GREEDY, *sampled],
+        keep=passes.absolute() / "vllm",
+    )
     print(f"evaluate: vLLM decodes {len(indices)} prompts, log: {log}", flush=True)
-    job = evaluation_job(settings, [prompts[index] for index in indices])
     [result] = run_jobs([job], find_python(), log)
     drafted = require(result, log)
     for one in drafted.passes:
-        check_recorded(one, settings.draft_tokens)
+        check_recorded(one, conditions.draft_tokens)
+    arguments = engine.arguments()
+    dtype = getattr(torch, str(arguments["dtype"]), None)  # "auto" stands for the target's
+    device = "cpu" if on_cpu else "cuda"
     return DecodedSubset(
-        engine=engine_name(job.engine, drafted.vllm_version, "cpu" if settings.on_cpu else "cuda"),
+        engine=f"vLLM {drafted.vllm_version}, {arguments['dtype']}, {device}, "
+        f"{arguments['max_num_seqs']} at a time",
         indices=indices,
         served=drafted.passes[0].served,
-        sampling=sampled_report(drafted.passes[1], settings) if len(drafted.passes) > 1 else None,
-        dtype=engine_dtype(settings, job.engine),
+        sampling=sampled_report(drafted.passes[1], conditions) if sampled else None,
+        dtype=dtype if isinstance(dtype, torch.dtype) else parts.dtype,
     )
 
 
-def fitting_prompts(settings: VllmEvaluation, prompts: Sequence[Sequence[int]]) -> list[int]:
+def fitting_prompts(prompts: Sequence[Sequence[int]], positions: int, conditions: Conditions) -> list[int]:
     """Return the indices of prompts that leave room for a completion and the drafts after it.
 
     Prompts that do not are reported.
 
+    Args:
+        positions: that target and drafter both have.
+
     Raises:
         UserError: there are none.
     """
-    room = settings.max_positions - settings.max_new_tokens - draft_room(settings.draft_tokens)
+    room = positions - conditions.max_new_tokens - draft_room(conditions.draft_tokens)
     fitting = [index for index, prompt in enumerate(prompts) if len(prompt) <= room]
     if not fitting:
-        remedy = (
-            f"No held-out prompt and its answer fit the {settings.max_positions} positions of target and "
-            "drafter."
-        )
-        raise UserError("evaluate.max_new_tokens", settings.max_new_tokens, remedy)
+        remedy = f"No held-out prompt and its answer fit the {positions} positions of target and drafter."
+        raise UserError("evaluate.max_new_tokens", conditions.max_new_tokens, remedy)
     if len(fitting) < len(prompts):
         left_out = len(prompts) - len(fitting)
         print(f"evaluate: {left_out} prompts of more than {room} tokens are left out", flush=True)
     return fitting
-
-
-def evaluation_job(settings: VllmEvaluation, prompts: Sequence[Sequence[int]]) -> DecodeJob:
-    """Return a job that decodes greedily, and samples if that is measured; `engine_args` take precedence."""
-    sampled = []
-    if settings.temperature and settings.on_cpu:
-        print("evaluate: no sampling: vLLM 0.32 ignores temperatures on the CPU when it has a drafter")
-    elif settings.temperature:
-        sampled.append(Sampling(settings.temperature, settings.seed))
-    longest = max(map(len, prompts)) + settings.max_new_tokens
-    engine = EngineSpec(
-        target=settings.target.checkpoint.path,
-        export=settings.export.absolute(),
-        k=settings.draft_tokens,
-        dtype=str(settings.target_dtype).removeprefix("torch."),
-        revision=settings.target.revision,
-        trust_remote_code=settings.target.trust_remote_code,
-        max_model_len=longest + draft_room(settings.draft_tokens),
-        max_num_seqs=NUM_AT_A_TIME,
-        enforce_eager=settings.on_cpu,
-        seed=settings.seed,
-        extra=dict(settings.engine_args),
-    )
-    return DecodeJob(
-        "the export as drafter",
-        engine,
-        prompts,
-        settings.max_new_tokens,
-        settings.stop_token_ids,
-        [GREEDY, *sampled],
-        keep=settings.passes.absolute() / "vllm",
-    )
 
 
 def single_replica(engine_args: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,18 +124,6 @@ def single_replica(engine_args: Mapping[str, Any]) -> dict[str, Any]:
         num_gpus = engine_args.get("tensor_parallel_size", 1) * engine_args.get("data_parallel_size", 1)
         kept["tensor_parallel_size"] = num_gpus
     return kept
-
-
-def engine_dtype(settings: VllmEvaluation, engine: EngineSpec) -> torch.dtype:
-    """Return the dtype in which an engine computes; "auto" stands for the target's."""
-    named = getattr(torch, str(engine.arguments()["dtype"]), None)
-    return named if isinstance(named, torch.dtype) else settings.target_dtype
-
-
-def engine_name(engine: EngineSpec, version: str, device: str) -> str:
-    """Return the engine as it is named next to its numbers."""
-    arguments = engine.arguments()
-    return f"vLLM {version}, {arguments['dtype']}, {device}, {arguments['max_num_seqs']} at a time"
 
 
 def check_recorded(drafted: DecodedPass, k: int) -> None:
@@ -167,15 +140,15 @@ def check_recorded(drafted: DecodedPass, k: int) -> None:
         raise EngineFailure(f"The recorded drafts ({recorded}) are not those that vLLM counts ({counters}).")
 
 
-def sampled_report(drafted: DecodedPass, settings: VllmEvaluation) -> dict[str, Any]:
+def sampled_report(drafted: DecodedPass, conditions: Conditions) -> dict[str, Any]:
     """Return what sampling in vLLM gave, whose drafts are greedy."""
-    served, k = drafted.served, settings.draft_tokens
+    served, k = drafted.served, conditions.draft_tokens
     stats = [
         (acceptance(k, [drafts], [completion]),)
         for drafts, completion in zip(served.drafts, served.completions, strict=True)
     ]
     return {
-        "temperature": settings.temperature,
+        "temperature": conditions.temperature,
         "num_prompts": len(stats),
         "source": "decoding",
         "greedy_drafts": PromptAcceptance(tuple(stats)).to_json(),

@@ -1,17 +1,8 @@
 """Numbers from vLLM's completions, and the prompts that are left out."""
 
-from pathlib import Path
-
 import pytest
 
-from data.target.spec import TargetSpec
 from eagle31.errors import UserError
-from tests.train.drafter.tiny_export import save_target_with_tokenizer
-from tests.train.torchrun import composed
-from train.artifact import Artifact
-from train.config.run import Stage
-from train.context import RunContext
-from train.distributed import World
 from train.engines.serving import (
     Counters,
     DecodedPass,
@@ -21,29 +12,16 @@ from train.engines.serving import (
     acceptance,
     draft_room,
 )
+from train.evaluation.measure import Conditions
 from train.evaluation.vllm import (
     check_recorded,
     fitting_prompts,
     sampled_report,
 )
-from train.stages.evaluate import vllm_evaluation
 
 # Drafts of three tokens: the second was accepted past the end, so that it does not count.
 COMPLETION = list(range(10, 18))
 DRAFTS = [PlacedDraft(1, [11, 12, 99], 2), PlacedDraft(6, [16, 17, 18], 3)]
-
-
-@pytest.fixture
-def spec(tmp_path: Path) -> TargetSpec:
-    return save_target_with_tokenizer(tmp_path / "target")
-
-
-def context(spec: TargetSpec, *overrides: str, rank: int = 0) -> RunContext:
-    needed = [f"target.model={spec.model}", "data.train=none.jsonl", "output_dir=none", *overrides]
-    return RunContext(
-        composed("any_target", *needed, "drafter.draft_vocab_size=null"),
-        World(rank=rank, local_rank=rank, size=2),
-    )
 
 
 def decoded(
@@ -68,23 +46,16 @@ def test_drafts_that_are_not_those_of_the_counters_raise() -> None:
             check_recorded(decoded([COMPLETION], [drafts], counted), 3)
 
 
-def test_sampling_in_vllm_has_greedy_drafts_alone(spec: TargetSpec) -> None:
-    run = context(spec, "evaluate.draft_tokens=3", "evaluate.temperature=0.5")
-    run.artifacts[Stage.export] = Artifact("export", {}, Path("export"))
-    report = sampled_report(decoded([COMPLETION], [DRAFTS]), vllm_evaluation(run, Path("passes")))
+def test_sampling_in_vllm_has_greedy_drafts_alone() -> None:
+    report = sampled_report(decoded([COMPLETION], [DRAFTS]), Conditions(3, 8, (0,), 0.5, 0))
     [row] = report["greedy_drafts"]["by_draft_length"]
     assert (row["k"], row["num_drafts"], row["accepted_per_position"]) == (3, 1, (1, 1, 0))
     assert (report["temperature"], report["source"], report["sampled_drafts"]) == (0.5, "decoding", None)
 
 
-def test_prompts_without_room_for_completion_and_draft_are_left_out(
-    spec: TargetSpec, capsys: pytest.CaptureFixture
-) -> None:
-    run = context(spec, "evaluate.max_new_tokens=100", "drafter.max_position_embeddings=200")
-    run.artifacts[Stage.export] = Artifact("export", {}, Path("export"))
-    settings = vllm_evaluation(run, Path("passes"))
-    room = 100 - draft_room(settings.draft_tokens)
-    assert fitting_prompts(settings, [[1] * (room + 1), [1] * room]) == [1]
+def test_prompts_without_room_for_completion_and_draft_are_left_out(capsys: pytest.CaptureFixture) -> None:
+    conditions, room = Conditions(4, 100, (0,), 0.0, 0), 100 - draft_room(4)
+    assert fitting_prompts([[1] * (room + 1), [1] * room], 200, conditions) == [1]
     assert f"1 prompts of more than {room} tokens are left out" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"evaluate\.max_new_tokens=100.*200 positions"):
-        fitting_prompts(settings, [[1] * (room + 1)])
+        fitting_prompts([[1] * (room + 1)], 200, conditions)

@@ -22,10 +22,10 @@ from train.config.target import TargetEngine
 from train.context import RunContext
 from train.distributed import World
 from train.engines.serving import DecodeJob, JobResult, run_jobs
+from train.evaluation import completing, measure
 from train.evaluation import vllm as vllm_evaluation
 from train.evaluation.parity import Reference
 from train.pipeline import run_stages, unfinished_stages
-from train.stages import evaluate as evaluate_stage
 from train.stages.report import run_report
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def in_vllm(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EAGLE31_VLLM_PYTHON", str(vllm_python))
         patch.setattr(vllm_evaluation, "run_jobs", kept)
-        patch.setattr(evaluate_stage, "load_target", lambda *_: pytest.fail("transformers loaded the target"))
+        patch.setattr(completing, "load_target", lambda *_: pytest.fail("transformers loaded the target"))
         evaluate_in_vllm(small_target, found.directory)
     return found
 
@@ -127,7 +127,7 @@ def test_a_pass_that_fails_costs_no_other(
             make_result(context, stage)
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate_stage, "sampling_report", lambda *_, **__: pytest.fail("the sampling pass"))
+        patch.setattr(measure, "sampling_report", lambda *_, **__: pytest.fail("the sampling pass"))
         with pytest.raises(pytest.fail.Exception, match="the sampling pass"):
             evaluate()
     artifacts = tmp_path.glob("run/artifacts/evaluate-*")

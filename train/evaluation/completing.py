@@ -1,0 +1,96 @@
+"""What the target writes, and its states of it."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from data.batches.rows import pack_row
+from data.capture.hf import HiddenStateCapture, check_head
+from data.generation.answers import answer_prompts
+from data.generation.hf import TransformersGenerator
+from data.samples import CapturedSample
+from data.sampling import Sampling
+from data.target.cached_decoding import TargetDecoder
+from data.target.loading import load_target
+from data.target.modules import locate
+from data.target.parts import TargetParts
+from data.target.spec import TargetSpec
+from eagle31.training.batch import PackedBatch
+from train.evaluation.agreement import DraftedCompletion, Texts
+
+_ROW_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class CompletingTarget:
+    """A target in transformers that completes prompts in batches and returns its states of them."""
+
+    capture: HiddenStateCapture
+    fingerprint: str  # of its weights
+    batch_size: int  # prompts in a forward pass
+
+    @staticmethod
+    def load(
+        spec: TargetSpec,
+        parts: TargetParts,
+        aux_layer_ids: Sequence[int],
+        device: torch.device,
+        batch_size: int,
+    ) -> "CompletingTarget":
+        model = load_target(spec, device)
+        capture = HiddenStateCapture(model, locate(model), aux_layer_ids)
+        check_head(capture, parts.head)
+        return CompletingTarget(capture, parts.fingerprint, batch_size)
+
+    @property
+    def decoder(self) -> TargetDecoder:
+        return TargetDecoder(self.capture.model, self.capture.modules, self.capture.aux_layer_ids)
+
+    def complete(self, prompts: Sequence[Sequence[int]], sampling: Sampling, output: Path) -> list[list[int]]:
+        """Return the completions, which are kept in a JSONL file, `output`, so that they can be resumed."""
+        return answer_prompts(
+            TransformersGenerator(self.capture.model, self.batch_size),
+            prompts,
+            sampling,
+            output=output,
+            model_fingerprint=self.fingerprint,
+            progress=True,
+        )
+
+    def samples(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+    ) -> Iterator[CapturedSample]:
+        """Yield each prompt with its completion and the states of both, on the CPU.
+
+        A completion of fewer than two tokens has no draft, and is left out.
+        """
+        pairs = [pair for pair in zip(prompts, completions, strict=True) if len(pair[1]) > 1]
+        for start in range(0, len(pairs), self.batch_size):
+            batch = pairs[start : start + self.batch_size]
+            ids = [torch.tensor([*prompt, *completion]) for prompt, completion in batch]
+            states = self.capture.capture(ids)
+            for input_ids, (prompt, _), (aux, final) in zip(ids, batch, states, strict=True):
+                loss_mask = torch.arange(len(input_ids)) >= len(prompt)
+                yield CapturedSample(input_ids, loss_mask, aux.cpu(), final.cpu())
+
+    def texts(self, prompts: Sequence[Sequence[int]], completions: Sequence[DraftedCompletion]) -> Texts:
+        """Return each completion of at least two tokens with the sample of its prompt and itself."""
+        token_ids = [one.token_ids for one in completions]
+        kept = [one for one in completions if len(one.token_ids) > 1]
+        return list(zip(self.samples(prompts, token_ids), kept, strict=True))
+
+
+def packed(samples: Iterable[CapturedSample]) -> Iterator[PackedBatch]:
+    """Yield the samples in order, as many in a row as fit."""
+    row: list[CapturedSample] = []
+    num_tokens = 0
+    for sample in samples:
+        if row and num_tokens + len(sample.input_ids) > _ROW_TOKENS:
+            yield pack_row(row, num_tokens)
+            row, num_tokens = [], 0
+        row.append(sample)
+        num_tokens += len(sample.input_ids)
+    if row:
+        yield pack_row(row, num_tokens)

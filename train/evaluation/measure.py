@@ -1,0 +1,177 @@
+"""One evaluation of a drafter, for the evaluate stage and scripts/evaluate."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.progress import tracked
+from data.sampling import Sampling
+from data.target.head import TargetHead
+from data.target.parts import TargetParts
+from eagle31.decoding.speculative import Decoded, decode_speculatively
+from eagle31.export.read import LoadedExport
+from eagle31.json_files import read_json, write_json
+from eagle31.model.config import DrafterConfig
+from eagle31.model.drafter import Drafter
+from eagle31.model.frozen import FrozenParts
+from train.engines.serving import Served, acceptance, placed_drafts
+from train.evaluation.agreement import Texts, agreement_report, drafted_completions
+from train.evaluation.completing import CompletingTarget, packed
+from train.evaluation.replay import MAX_DRAFT_TOKENS, sampling_report
+
+Candidate = tuple[Drafter, FrozenParts]
+
+
+def candidate_of(
+    loaded: LoadedExport, head: TargetHead, device: torch.device, dtype: torch.dtype
+) -> Candidate:
+    """Return a drafter with the frozen parts that it drafts with, where and in which it computes."""
+    ids = loaded.draft_target_ids
+    frozen = FrozenParts(
+        loaded.embed_tokens.to(device, dtype),
+        head.to(device),
+        None if ids is None else ids.to(device),
+        lm_head=None,
+    )
+    return loaded.drafter.to(device, dtype), frozen
+
+
+class PassResults:
+    """A directory with one JSON file for each finished pass, which a later evaluation reads."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def run(self, name: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the result of a pass: the one on disk, or else the computed one, once it is on disk."""
+        path = self.directory / f"{name}.json"
+        if not path.exists():
+            write_json(path, compute())
+        return read_json(path)
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """How a drafter is measured."""
+
+    draft_tokens: int
+    max_new_tokens: int
+    eos_token_ids: tuple[int, ...]
+    temperature: float  # of the sampling pass; 0: greedy decoding only
+    seed: int
+
+    @property
+    def longest_draft(self) -> int:
+        """The longest draft that is replayed."""
+        return max(MAX_DRAFT_TOKENS, self.draft_tokens)
+
+    def sampling(self, temperature: float) -> Sampling:
+        return Sampling(self.max_new_tokens, self.eos_token_ids, temperature, self.seed)
+
+
+@dataclass(frozen=True)
+class DecodedSubset:
+    """What an engine decoded with the drafter: some of the prompts."""
+
+    engine: str
+    indices: Sequence[int]  # of the prompts
+    served: Served
+    sampling: dict[str, Any] | None  # `sampling` of evaluation.json
+    dtype: torch.dtype  # in which the target computes
+
+
+def decode_in_transformers(
+    target: CompletingTarget,
+    candidate: Candidate,
+    prompts: Sequence[Sequence[int]],
+    alone: Sequence[Sequence[int]],
+    chosen: Sequence[int],
+    conditions: Conditions,
+    passes: PassResults,
+    output: Path,
+    sources: Sequence[str] = (),
+) -> tuple[DecodedSubset, Texts]:
+    """Decode the chosen prompts with eagle31's decoder, and replay sampled completions of all prompts.
+
+    Args:
+        alone: the target's greedy completions of the prompts.
+        chosen: indices of prompts.
+        output: directory of the sampled completions, which are not written again.
+        sources: of each prompt, which stratify intervals; () is one source.
+    """
+    decoder = target.decoder
+    decoded = []
+    for number, index in enumerate(tracked(chosen, "decoding", "prompts")):
+
+        def complete(prompt: Sequence[int] = prompts[index]) -> dict[str, Any]:
+            limits: dict[str, Any] = {"max_new_tokens": conditions.max_new_tokens}
+            limits |= {"draft_tokens": conditions.draft_tokens, "eos_token_ids": conditions.eos_token_ids}
+            return asdict(decode_speculatively(decoder, *candidate, prompt, **limits))
+
+        decoded.append(Decoded(**passes.run(f"prompt-{number}", complete)))
+    served = Served([one.token_ids for one in decoded], [placed_drafts(one) for one in decoded])
+
+    def sample() -> dict[str, Any]:
+        sampling = conditions.sampling(conditions.temperature)
+        completions = target.complete(prompts, sampling, output / "sampled.jsonl")
+        rows = packed(target.samples(prompts, completions))
+        kept = [one for one, written in zip(sources, completions, strict=False) if len(written) > 1]
+        report = sampling_report(
+            *candidate, rows, conditions.longest_draft, conditions.temperature, strata_of(kept)
+        )
+        return {"sampling": report}
+
+    sampled = passes.run("sampling", sample)["sampling"] if conditions.temperature else None
+    dtype = target.capture.dtype
+    engine = f"eagle31 (transformers, {str(dtype).removeprefix('torch.')}, {decoder.device.type})"
+    completions = drafted_completions(served, [alone[index] for index in chosen])
+    texts = target.texts([prompts[index] for index in chosen], completions)
+    return DecodedSubset(engine, chosen, served, sampled, dtype), texts
+
+
+def evaluation_json(
+    conditions: Conditions,
+    candidate: Candidate,
+    num_prompts: int,
+    replayed: Mapping[str, dict[str, Any] | None],
+    decoded: DecodedSubset,
+    texts: Texts,
+    states: str,
+) -> dict[str, Any]:
+    """Return the content of evaluation.json.
+
+    Args:
+        replayed: acceptance by drafter, "trained" and "untrained".
+        texts: the decoded completions with samples of their prompts; see `agreement_report`.
+        states: how the states that were replayed were captured, for messages.
+    """
+    k, served = conditions.draft_tokens, decoded.served
+    return {
+        "k": k,
+        "max_new_tokens": conditions.max_new_tokens,
+        "num_prompts": num_prompts,
+        "engine": decoded.engine,
+        "states": states,
+        **replayed,
+        "sampling": decoded.sampling,
+        "decoding": {
+            "num_prompts": len(served.completions),
+            **acceptance(k, served.drafts, served.completions).to_json(),
+            "num_tokens": sum(map(len, served.completions)),
+            **agreement_report(*candidate, texts, decoded.dtype),
+        },
+    }
+
+
+def strata_of(sources: Sequence[str]) -> tuple[int, ...]:
+    """Return how many prompts each source has, in their order."""
+    return tuple(map(list(sources).count, dict.fromkeys(sources)))
+
+
+def common_positions(parts: TargetParts, drafter: DrafterConfig) -> int:
+    """Return the number of positions that target and drafter both have."""
+    target = getattr(parts.config.get_text_config(), "max_position_embeddings", None)
+    return min(target or drafter.max_position_embeddings, drafter.max_position_embeddings)
