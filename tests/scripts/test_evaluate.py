@@ -22,7 +22,7 @@ from train.evaluation.checkpoint import (
     of_all_sources,
 )
 from train.evaluation.matrix import format_matrix, parse_sources, prompt_source, settings_of
-from train.report.results import format_evaluation
+from train.report.results import format_results
 
 VOCAB_SIZE = 512  # room for the tokenizer
 
@@ -70,7 +70,7 @@ def test_measures_a_checkpoint(asked: CheckpointEvaluation, tmp_path: Path) -> N
     assert [row["k"] for row in result["trained"]["by_draft_length"]] == list(range(1, 8))
     assert result["trained"]["by_draft_length"][1]["num_drafts"] >= 3
     assert result["aux_layer_ids"] == [0, 2, 5]
-    printed = format_evaluation(result)
+    printed = format_results(result)
     head, *rows = (line.split() for line in printed.splitlines()[:4])
     assert head[:4] == ["drafter", "drafts", "k", "temperature"]
     assert [row[1:4] for row in rows] == [["greedy", "2", "0"], ["greedy", "2", "1"], ["sampled", "2", "1"]]

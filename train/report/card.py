@@ -16,12 +16,14 @@ from eagle31.json_files import read_json, write_text
 from train.config.data import SELF
 from train.config.target import EMBEDDED
 from train.report.results import (
-    acceptances,
+    acceptance_table,
     describe_conditions,
     describe_counts,
     describe_serving,
+    position_table,
     speed_table,
-    with_interval,
+    training_facts,
+    untrained_warning,
 )
 
 CARD = "README.md"
@@ -71,7 +73,8 @@ def model_card(
         target=target_name(run_info),
         warning=untrained_warning(run_info),
         evaluation=evaluation,
-        results=_table(*_results(evaluation)) if evaluation else "",
+        results=_table(*acceptance_table(evaluation)) if evaluation else "",
+        positions=_table(*position_table(evaluation)) if evaluation else "",
         conditions=describe_conditions(evaluation) if evaluation else "",
         completions=describe_counts(evaluation["decoding"]["completions"]) if evaluation else "",
         served=_table(*speed_table(serving)) if serving else "",
@@ -83,21 +86,7 @@ def model_card(
         unserved=unserved(architecture, layout),
         target_is_local=target != run_info["target"],
         data=data,
-        training=_table(
-            ("", ""),
-            ("data", data),
-            *_template(run_info["template_kwargs"]),
-            ("trained on", describe_samples(run_info)),
-            ("optimizer steps", describe_steps(run_info)),
-            ("speculation steps per position", str(run_info["ttt_steps"])),
-            ("aux layer ids (decoder layers applied)", ", ".join(map(str, run_info["aux_layer_ids"]))),
-            ("draft vocabulary", describe_vocabulary(run_info)),
-            ("drafter parameters", f"{run_info['drafter_parameters']:,}"),
-            (
-                "recipe",
-                f"`{run_info['recipe']}`, eagle31 at revision {run_info['git_revision']}",
-            ),
-        ),
+        training=_table(("", ""), ("data", data), *training_facts(run_info)),
         versions=_table(("package", "version"), *sorted(run_info["versions"].items())),
     )
 
@@ -134,63 +123,9 @@ def _front_matter(run_info: dict[str, Any]) -> str:
     return yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
 
 
-def _results(evaluation: dict[str, Any]) -> list[Sequence[str]]:
-    k = evaluation["k"]
-    rows: list[Sequence[str]] = [
-        (
-            "drafter",
-            "drafts",
-            "temperature",
-            f"acceptance length at k = {k} (95 % interval)",
-            f"accepted at positions 1 to {k}",
-        )
-    ]
-    for one in acceptances(evaluation):
-        stats = one.at(k)
-        rates = ", ".join(f"{100 * rate:.0f} %" for rate in stats["absolute_acceptance"])
-        rows.append((one.drafter, one.drafts, f"{one.temperature:g}", with_interval(stats), rates))
-    return rows
-
-
-def describe_samples(run_info: dict[str, Any]) -> str:
-    num_tokens = run_info["num_tokens"]
-    tokens = f", {num_tokens:,} tokens" if num_tokens is not None else ""
-    return f"{run_info['num_samples']:,} samples{tokens}"
-
-
-def describe_steps(run_info: dict[str, Any]) -> str:
-    best_step = run_info["best_step"]
-    return f"{run_info['steps']:,}" + (f"; step {best_step:,} is exported" if best_step is not None else "")
-
-
-def describe_vocabulary(run_info: dict[str, Any]) -> str:
-    if run_info["draft_vocab_size"] is None:
-        return "the target's full vocabulary"
-    coverage = f"{100 * run_info['vocab_coverage']:.2f} % of the training tokens"
-    return f"{run_info['draft_vocab_size']:,} tokens, {coverage}"
-
-
-def untrained_warning(run_info: dict[str, Any]) -> str | None:
-    """Return a warning if the export has the weights from before the first step."""
-    if run_info["best_step"] != 0:
-        return None
-    return (
-        f"This drafter is untrained: none of the checkpoints up to step {run_info['steps']:,} has as long an "
-        "acceptance length on the held-out prompts as the weights before the first step, which are exported. "
-        "Train for longer, on more data, or with another optim.lr."
-    )
-
-
 def public_name(name: str) -> str:
     """Return a hub id unchanged, and the last part of a path, so that the card shows no local directories."""
     return name if is_hub_id(name) else Path(name).name
-
-
-def _template(kwargs: dict[str, Any]) -> list[Sequence[str]]:
-    """Return the row of the chat template's arguments, with which the target has to be served too."""
-    return (
-        [("chat template", ", ".join(f"{name}={value}" for name, value in kwargs.items()))] if kwargs else []
-    )
 
 
 def _data_name(source: str) -> str:

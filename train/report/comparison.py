@@ -1,4 +1,4 @@
-"""Runs side by side: one table and one picture of which drafter is better."""
+"""Runs side by side: which drafter is better."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from matplotlib.axes import Axes
 
 from eagle31.errors import UserError
 from train.evaluation.intervals import Interval, paired_ratio
-from train.report.plots import Panel, draw_curves, ramp, save_png
 from train.report.results import Acceptance, acceptances, read_report, read_serving, with_interval
 from train.tables import aligned
 
@@ -81,25 +79,6 @@ def comparison_lines(runs: Sequence[Run]) -> list[str]:
     return [*lines, *refused, "", *aligned(rows), "", note]
 
 
-def save_comparison(runs: Sequence[Run], path: Path) -> None:
-    """Draw acceptance length by draft length, and over training."""
-    panels = [
-        Panel(
-            "lengths",
-            "Acceptance length by draft length",
-            "temperature 0; shaded: 95 % interval over prompts",
-            lambda axes: _draw_lengths(axes, runs),
-        ),
-        Panel(
-            "minutes",
-            "Acceptance length over training time",
-            "temperature 0, the validation's longest drafts",
-            lambda axes: _draw_minutes(axes, runs),
-        ),
-    ]
-    save_png(panels, path, panel_inches=5.4)
-
-
 def _acceptance_rows(run: Run, reference: Run) -> dict[str, str]:
     """Return acceptance lengths by temperature and draft length, with ratios to the reference."""
     found = {}
@@ -121,14 +100,14 @@ def _greedy(run: Run) -> list[Acceptance]:
 
 
 def _training_rows(run: Run) -> dict[str, str]:
-    info = run.info
+    info, seconds = run.info, [one["seconds"] for one in run.metrics if one["kind"] == "train"]
     speedups = {
         f"speed-up, users = {row['concurrency']}, k = {row['k']}": Interval(**row["speedup"]).shown("x")
         for row in (run.serving or {"rows": []})["rows"]
     }
     return speedups | {
         "steps, exported": f"{info['steps']:,}, {info['best_step']:,}",
-        "minutes of training": f"{_minutes(run, info['steps']):.1f}",
+        "minutes of training": f"{sum(seconds) / 60:.1f}",
         "samples": f"{info['num_samples']:,}",
         "drafter parameters": f"{info['drafter_parameters']:,}",
     }
@@ -138,33 +117,6 @@ def _common(runs: Sequence[Run], name: str) -> str | None:
     """Return the value of a setting that all runs have; None where they differ."""
     values = {run.settings.get(name) for run in runs}
     return values.pop() if len(values) == 1 else None
-
-
-def _minutes(run: Run, step: int) -> float:
-    """Return the minutes of training up to a step."""
-    return sum(one["seconds"] for one in run.metrics if one["kind"] == "train" and one["step"] <= step) / 60
-
-
-def _draw_lengths(axes: Axes, runs: Sequence[Run]) -> None:
-    curves = []
-    for number, (run, color) in enumerate(zip(runs, ramp(len(runs)), strict=True), start=1):
-        rows = run.evaluation["trained"]["by_draft_length"]
-        k = [row["k"] for row in rows]
-        low, high = ([row[bound] for row in rows] for bound in ("low", "high"))
-        axes.fill_between(k, low, high, color=color, alpha=0.12, linewidth=0)
-        curves.append((f"run {number}", k, [row["acceptance_length"] for row in rows]))
-    axes.set(xlabel="draft length k (tokens)", ylabel="tokens per target forward")
-    draw_curves(axes, curves, bottom=0.95)
-
-
-def _draw_minutes(axes: Axes, runs: Sequence[Run]) -> None:
-    curves = []
-    for number, run in enumerate(runs, start=1):
-        records = [one for one in run.metrics if one["kind"] == "validation"]
-        y = [max(record["acceptance_length"].values()) for record in records]
-        curves.append((f"run {number}", [_minutes(run, record["step"]) for record in records], y))
-    axes.set(xlabel="minutes of training", ylabel="tokens per target forward")
-    draw_curves(axes, curves, bottom=0.95)
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

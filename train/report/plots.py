@@ -46,6 +46,12 @@ _STYLE: dict[Any, Any] = {
     "ytick.color": MUTED,
     "ytick.left": False,
 }
+# The kinds of keys in a record of drift, their names on the page, and their colors.
+_KEYS = (
+    ("sink", "sink", ACCENT),
+    ("context", "rest of the context", PALE),
+    ("own", "drafter's own tokens", WARNING),
+)
 _HEIGHT_INCHES = 3.1
 _DOTTED = (0, (1, 2.5))
 _NUM_BINS = 80  # points per training curve: enough for its shape without the noise
@@ -106,20 +112,8 @@ def run_panels(
     validation = [record for record in metrics if record["kind"] == "validation"]
     found: list[Panel] = []
     if train:
-        for key, title, note in (
-            ("loss", "Training loss", "cross-entropy by token of the draft"),
-            (
-                "agreement",
-                "Greedy agreement",
-                "draft tokens that are the target's first choice, training batches",
-            ),
-            (
-                "expected_acceptance",
-                "Expected acceptance at temperature 1",
-                "Σ min(p, q) per draft token, training batches",
-            ),
-        ):
-            found.append(Panel(key, title, note, lambda axes, key=key: _draw_depths(axes, train, key)))  # type: ignore[misc]
+        note = "cross-entropy by token of the draft"
+        found.append(Panel("loss", "Training loss", note, lambda axes: _draw_loss(axes, train)))
     if validation:
         note = "temperature 0, by replay of held-out prompts"
         draw = lambda axes: _draw_replay(axes, validation, best_step)  # noqa: E731
@@ -135,21 +129,33 @@ def run_panels(
         draw = lambda axes: _draw_positions(axes, stats)  # noqa: E731
         note = f"k = {stats['k']}, {note}"
         found.append(Panel("positions", "Acceptance by position in the draft", note, draw))
+    if (shown := shown_drift(metrics, best_step)) is not None:
+        note = f"mean over heads, last layer, step {shown['step']:,}"
+        draw = lambda axes: _draw_attention(axes, shown)  # noqa: E731
+        found.append(Panel("drift_attention", "Where the drafter attends", note, draw))
+        records = [record for record in metrics if record["kind"] == "drift"]
+        note = "root mean square by token of the draft"
+        draw = lambda axes: _draw_states(axes, records)  # noqa: E731
+        found.append(Panel("drift_state", "Size of the state that is fed back", note, draw))
     return {panel.name: panel for panel in found}
 
 
-def _draw_depths(axes: Axes, train: Sequence[dict[str, Any]], key: str) -> None:
+def shown_drift(metrics: Sequence[dict[str, Any]], best_step: int | None) -> dict[str, Any] | None:
+    """Return the record of drift nearest to the exported step, or the last one; None without records."""
+    records = [record for record in metrics if record["kind"] == "drift"]
+    if best_step is None or not records:
+        return records[-1] if records else None
+    return min(records, key=lambda record: abs(record["step"] - best_step))
+
+
+def _draw_loss(axes: Axes, train: Sequence[dict[str, Any]]) -> None:
     num_depths = max(len(record["depth"]) for record in train)
     curves = []
     for depth in range(num_depths):
         records = [record for record in train if depth < len(record["depth"])]
-        points = _bin_means([r["step"] for r in records], [r["depth"][depth][key] for r in records])
+        points = _bin_means([r["step"] for r in records], [r["depth"][depth]["loss"] for r in records])
         curves.append((f"token {depth + 1}", *points))
-    if key == "loss":
-        axes.set_ylabel("nats per token")
-    else:
-        highest = max((y[-1] for _, _, y in curves if math.isfinite(y[-1])), default=1.0)
-        percent_axis(axes, "of draft tokens", top=min(1.0, 0.1 * math.ceil(10 * highest + 0.5)))
+    axes.set_ylabel("nats per token")
     step_axis(axes)
     draw_curves(axes, curves, markersize=0 if len(curves[0][1]) > 1 else 4)
 
@@ -210,6 +216,29 @@ def _draw_positions(axes: Axes, stats: dict[str, Any]) -> None:
     axes.set(xticks=positions, xlabel="position in the draft")
     percent_axis(axes, "accepted", top=1.2)
     legend_above(axes)
+
+
+def _draw_attention(axes: Axes, record: dict[str, Any]) -> None:
+    layers = [depth["layers"][-1] for depth in record["depth"]]
+    tokens, bottom = np.arange(1, len(layers) + 1), np.zeros(len(layers))
+    for key, name, color in _KEYS:
+        heights = np.array([layer[key] for layer in layers])
+        axes.bar(tokens, heights, 0.72, bottom=bottom, color=color, label=name)
+        bottom += heights
+    axes.set(xticks=tokens, xlabel="token of the draft")
+    percent_axis(axes, "of the attention", top=1.18)
+    legend_above(axes)
+
+
+def _draw_states(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
+    steps = [record["step"] for record in records]
+    curves = [
+        (f"token {depth + 1}", steps, [record["depth"][depth]["state_rms"] for record in records])
+        for depth in range(len(records[0]["depth"]))
+    ]
+    axes.set_ylabel("RMS")
+    step_axis(axes)
+    draw_curves(axes, curves, markersize=3, bottom=0)
 
 
 def draw_curves(

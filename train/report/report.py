@@ -1,4 +1,4 @@
-"""The report of a run: an HTML page, a picture, and a table for the terminal."""
+"""The report of a run: an HTML page and a picture."""
 
 import statistics
 from collections.abc import Sequence
@@ -10,20 +10,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from eagle31.export.layouts import Layout
 from eagle31.json_files import read_jsonl, write_json, write_text
 from train.evaluation.intervals import Interval
-from train.report.card import (
-    DRAFT_TOKENS,
-    describe_samples,
-    describe_steps,
-    describe_vocabulary,
-    serve_command,
-    target_name,
-    untrained_warning,
-)
-from train.report.drift import drift_panels, drift_tables, shown_drift
-from train.report.plots import run_panels, save_png, svg_uri
+from train.report.card import DRAFT_TOKENS, serve_command, target_name
+from train.report.plots import run_panels, save_png, shown_drift, svg_uri
 from train.report.results import (
     acceptance_table,
-    acceptances,
     at_draft_length,
     describe_conditions,
     describe_serving,
@@ -32,10 +22,9 @@ from train.report.results import (
     read_report,
     read_serving,
     speed_table,
+    training_facts,
     warnings_of,
-    with_interval,
 )
-from train.tables import aligned
 
 TEMPLATES = Path(__file__).parent / "templates"
 _SUMMARY = ("loss", "replay", "draft_length")
@@ -72,7 +61,7 @@ def write_page(output_dir: Path) -> Path:
     known = read_report(output_dir)
     metrics, evaluation, run_info = known["metrics"], known["evaluation"], known["run"]
     best_step, serving = run_info["best_step"], read_serving(Path(output_dir))
-    panels = run_panels(metrics, evaluation, best_step) | drift_panels(metrics, best_step)
+    panels = run_panels(metrics, evaluation, best_step)
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -85,19 +74,23 @@ def write_page(output_dir: Path) -> Path:
         figures={name: (panel, svg_uri(panel)) for name, panel in panels.items()},
         evaluation=evaluation,
         headlines=_headlines(evaluation, serving),
-        warnings=_warnings(evaluation, run_info),
+        warnings=warnings_of(evaluation, run_info),
         acceptance_table=acceptance_table(evaluation),
-        position_table=_position_table(evaluation),
-        length_table=_length_table(evaluation),
         details=details(evaluation) if evaluation else [],
         conditions=describe_conditions(evaluation) if evaluation else "",
         run_info=run_info,
-        drift=(drift := shown_drift(metrics, best_step)),
-        drift_tables=drift_tables(drift),
+        drift=shown_drift(metrics, best_step),
         speed_table=speed_table(serving) if serving else None,
         speed_conditions=describe_serving(serving) if serving else "",
         title=target_name(run_info),
-        configuration=_configuration(run_info) + training_speed(metrics),
+        configuration=[
+            ("target", run_info["target"]),
+            ("training data", ", ".join(run_info["train_data"])),
+            *training_facts(run_info),
+            ("export", run_info["export"]),
+            ("versions", ", ".join(f"{name} {one}" for name, one in sorted(run_info["versions"].items()))),
+            *training_speed(metrics),
+        ],
         total_seconds=sum(stage["seconds"] for stage in run_info["stages"]),
         serve=serve_command(
             str(run_info["target"]),
@@ -109,20 +102,6 @@ def write_page(output_dir: Path) -> Path:
     path = Path(output_dir) / "report" / "index.html"
     write_text(path, page)
     return path
-
-
-def format_table(
-    evaluation: dict[str, Any], run_info: dict[str, Any], serving: dict[str, Any] | None = None
-) -> str:
-    """Return the results as tables for the terminal, and the paths of export and report."""
-    lines = [*aligned(acceptance_table(evaluation), text_columns=2), ""] if evaluation else []
-    if serving:
-        lines += [*aligned(speed_table(serving)), describe_serving(serving), ""]
-    rows = details(evaluation) if evaluation else []
-    rows += [(name, str(run_info[name])) for name in ("export", "report") if run_info.get(name)]
-    for warning in _warnings(evaluation, run_info):
-        lines = [f"WARNING: {warning}", "", *lines]
-    return "\n".join(lines + aligned(rows, text_columns=2))
 
 
 def _headline(evaluation: dict[str, Any]) -> str:
@@ -158,50 +137,6 @@ def _headlines(evaluation: dict[str, Any], serving: dict[str, Any] | None) -> li
     return [*found, (identical, "completions identical to the target's", rest)]
 
 
-def _position_table(evaluation: dict[str, Any]) -> list[list[str]]:
-    """Return a header, and a row for each position in the draft."""
-    measured = [(str(one), one.at(evaluation["k"])) for one in acceptances(evaluation)]
-    rows = [["position", *(name for name, _ in measured)]]
-    for position in range(evaluation.get("k", 0)):
-        rates = [
-            (s["absolute_acceptance"][position], s["conditional_acceptance"][position]) for _, s in measured
-        ]
-        rows.append([str(position + 1), *(f"{100 * a:.1f} % ({100 * c:.1f} %)" for a, c in rates)])
-    return rows
-
-
-def _length_table(evaluation: dict[str, Any]) -> list[list[str]]:
-    """Return a header, and a row for each draft length."""
-    measured = acceptances(evaluation)
-    found = [{row["k"]: with_interval(row) for row in one.measured["by_draft_length"]} for one in measured]
-    lengths = sorted({k for cells in found for k in cells})
-    rows = [[str(k), *(cells.get(k, "") for cells in found)] for k in lengths]
-    return [["k", *map(str, measured)], *rows]
-
-
-def _warnings(evaluation: dict[str, Any], run_info: dict[str, Any]) -> list[str]:
-    untrained = untrained_warning(run_info)
-    return ([untrained] if untrained else []) + (warnings_of(evaluation) if evaluation else [])
-
-
-def _configuration(run_info: dict[str, Any]) -> list[tuple[str, str]]:
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(run_info["versions"].items()))
-    rows = [
-        ("recipe", run_info["recipe"]),
-        ("target", run_info["target"]),
-        ("training data", ", ".join(run_info["train_data"])),
-        ("trained on", describe_samples(run_info)),
-        ("optimizer steps", describe_steps(run_info)),
-        ("drafter", f"{run_info['drafter_parameters']:,} parameters"),
-        ("aux layer ids", ", ".join(map(str, run_info["aux_layer_ids"])) + " (decoder layers applied)"),
-        ("draft vocabulary", describe_vocabulary(run_info)),
-        ("export", run_info["export"]),
-        ("git revision", run_info["git_revision"]),
-        ("versions", versions),
-    ]
-    return [(name, str(value)) for name, value in rows if value is not None]
-
-
 def training_speed(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """Return names and values of training's speed and memory; what a run did not log is left out."""
     train = [record for record in metrics if record["kind"] == "train"]
@@ -214,9 +149,6 @@ def training_speed(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
         tokens, supervised = statistics.median(values("tokens_per_second")), statistics.median(rates)
         counts = f"{tokens:,.0f} tokens and {supervised:,.0f} supervised positions per second"
         found.append(("training speed", f"{counts}, without padding"))
-    if medians := values("step_seconds_p50"):
-        slow = f"95th percentile at most {max(values('step_seconds_p95')):.3g} s"
-        found.append(("step time", f"{statistics.median(medians):.3g} s, {slow}"))
     if used := values("model_flops_utilization"):
         found.append(("model FLOPs utilization", f"{statistics.median(used):.0%} of the peak bf16 rate"))
     if peaks := values("peak_memory_gb"):

@@ -121,15 +121,27 @@ def describe_conditions(evaluation: dict[str, Any]) -> str:
     )
 
 
-def warnings_of(evaluation: dict[str, Any]) -> list[str]:
-    """Return what makes the results doubtful: decoding that wrote or drafted something else."""
-    found = []
+def untrained_warning(run_info: dict[str, Any]) -> str | None:
+    """Return a warning if the export has the weights from before the first step."""
+    if run_info["best_step"] != 0:
+        return None
+    return (
+        f"This drafter is untrained: none of the checkpoints up to step {run_info['steps']:,} has as long an "
+        "acceptance length on the held-out prompts as the weights before the first step, which are exported. "
+        "Train for longer, on more data, or with another optim.lr."
+    )
+
+
+def warnings_of(evaluation: dict[str, Any], run_info: dict[str, Any] | None = None) -> list[str]:
+    """Return what makes the results doubtful: no training, or decoding that differs."""
+    untrained = untrained_warning(run_info) if run_info else None
+    found = [untrained] if untrained else []
     for name, what, cannot in (
         ("completions", "Speculative decoding wrote another text than the target alone", "The numbers"),
         ("replay", "Decoding drafted other tokens than replay after the same text", "Acceptance by replay"),
     ):
-        counts = evaluation["decoding"][name]
-        if counts["num_different"]:
+        counts = evaluation["decoding"][name] if evaluation else {}
+        if counts.get("num_different"):
             where = f"Decoded by {evaluation['engine']}; replayed from {evaluation['states']}."
             remedy = "If the precisions are the same, see what scripts/check_serving says of the export."
             found.append(f"{what}: {describe_counts(counts)}. {cannot} cannot be trusted. {where} {remedy}")
@@ -147,6 +159,15 @@ def acceptance_table(evaluation: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def position_table(evaluation: dict[str, Any]) -> list[list[str]]:
+    """Return a header, and for each row how many of the drafts were accepted up to a position."""
+    k = evaluation["k"]
+    rows = [["accepted up to position", *map(str, range(1, k + 1))]]
+    for one in acceptances(evaluation):
+        rows.append([str(one), *(f"{100 * rate:.0f} %" for rate in one.at(k)["absolute_acceptance"])])
+    return rows
+
+
 def details(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the conditions and what decoding showed, as names and values."""
     decoding = evaluation["decoding"]
@@ -157,19 +178,43 @@ def details(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def format_evaluation(result: dict[str, Any]) -> str:
-    """Return a table of all that was measured, and its conditions."""
-    measured = acceptances(result)
-    rows = [["positions", *(str(n) for n in range(1, result["k"] + 1))]]
-    for one in measured:
-        rows.append(
-            [str(one), *(f"{100 * rate:.0f} %" for rate in one.at(result["k"])["absolute_acceptance"])]
-        )
-    lines = [*aligned(acceptance_table(result), text_columns=2), "", *aligned(rows), ""]
-    rest = [
-        *details(result),
-        ("aux layer ids", str(result["aux_layer_ids"])),
-        *(("note", note) for note in result["notes"]),
-        *(("WARNING", warning) for warning in warnings_of(result)),
+def training_facts(run_info: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what the drafter is and was trained on, as names and values."""
+    tokens = f", {run_info['num_tokens']:,} tokens" if run_info["num_tokens"] is not None else ""
+    best_step, vocabulary = run_info["best_step"], "the target's full vocabulary"
+    exported = f"; step {best_step:,} is exported" if best_step is not None else ""
+    if run_info["draft_vocab_size"] is not None:
+        coverage = f"{100 * run_info['vocab_coverage']:.2f} % of the training tokens"
+        vocabulary = f"{run_info['draft_vocab_size']:,} tokens, {coverage}"
+    # With these arguments the target has to be served too.
+    template = ", ".join(f"{name}={value}" for name, value in run_info["template_kwargs"].items())
+    return [
+        *([("chat template", template)] if template else []),
+        ("trained on", f"{run_info['num_samples']:,} samples{tokens}"),
+        ("optimizer steps", f"{run_info['steps']:,}{exported}"),
+        ("speculation steps per position", str(run_info["ttt_steps"])),
+        ("aux layer ids (decoder layers applied)", ", ".join(map(str, run_info["aux_layer_ids"]))),
+        ("draft vocabulary", vocabulary),
+        ("drafter parameters", f"{run_info['drafter_parameters']:,}"),
+        ("recipe", f"{run_info['recipe']}, eagle31 at revision {run_info['git_revision']}"),
     ]
-    return "\n".join(lines + aligned(rest, text_columns=2))
+
+
+def format_results(
+    evaluation: dict[str, Any],
+    run_info: dict[str, Any] | None = None,
+    serving: dict[str, Any] | None = None,
+) -> str:
+    """Return the results of a run, or those of scripts/evaluate, as tables for the terminal."""
+    lines = [f"WARNING: {warning}\n" for warning in warnings_of(evaluation, run_info)]
+    rows: list[tuple[str, str]] = []
+    if evaluation:
+        lines += [*aligned(acceptance_table(evaluation), text_columns=2), ""]
+        lines += [*aligned(position_table(evaluation)), ""]
+        rows += details(evaluation)
+        rows += [(name, str(evaluation[name])) for name in ("aux_layer_ids",) if name in evaluation]
+        rows += [("note", note) for note in evaluation.get("notes", [])]
+    if serving:
+        lines += [*aligned(speed_table(serving)), describe_serving(serving), ""]
+    rows += [(name, str(run_info[name])) for name in ("export", "report") if run_info and run_info.get(name)]
+    return "\n".join(lines + aligned(rows, text_columns=2))

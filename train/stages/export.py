@@ -9,7 +9,8 @@ from eagle31.export.write import write_export
 from train.config.run import Stage
 from train.context import RunContext
 from train.drafter.build import frozen_rows
-from train.report.card import untrained_warning, write_model_card
+from train.report.card import write_model_card
+from train.report.results import untrained_warning
 from train.stages.report import describe_run
 from train.stages.vocab import load_projected, load_vocab
 from train.target import Target

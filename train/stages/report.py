@@ -10,14 +10,14 @@ from train.config.run import Stage
 from train.config.target import EMBEDDED
 from train.context import RunContext
 from train.report.card import write_model_card
-from train.report.results import read_serving
+from train.report.results import format_results, read_serving
 from train.versions import git_revision, package_versions
 
 
 def run_report(context: RunContext) -> str:
     """Write `report/` and the export's model card with the measured numbers; return the table to print."""
     # Imported here: matplotlib takes a second, which the other stages need not wait for.
-    from train.report.report import format_table, write_report
+    from train.report.report import write_report
 
     evaluation = context.artifacts[Stage.evaluate].read("evaluation.json")
     run_info = describe_run(context) | {"export": context.output_dir / "export"}
@@ -26,7 +26,7 @@ def run_report(context: RunContext) -> str:
     serving = read_serving(context.output_dir)
     export = context.artifacts[Stage.export].directory / "checkpoint"
     write_model_card(export, run_info, evaluation, serving)
-    return format_table(evaluation, run_info, serving)
+    return format_results(evaluation, run_info, serving)
 
 
 def describe_run(context: RunContext) -> dict[str, Any]:

@@ -49,19 +49,21 @@ def test_paths_are_not_hub_ids_and_are_not_published(tmp_path: Path, monkeypatch
 
 def test_every_number_has_k_temperature_and_engine() -> None:
     card = model_card(run_info(), evaluation(), CONFIG)
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in card.splitlines() if "trained |" in line
+    lines = [line for line in card.splitlines() if re.match(r"\| (un)?trained\b", line)]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    lengths = [row for row in rows if row[2] == "4"]
+    assert [row[:2] + row[3:] for row in lengths] == [
+        ["trained", "greedy", "0", "2.53", "2.42 to 2.65"],
+        ["trained", "greedy", "1", "1.85", "1.74 to 1.97"],
+        ["trained", "sampled", "1", "2.15", "2.04 to 2.27"],
+        ["untrained", "greedy", "0", "1.00", "0.89 to 1.12"],
     ]
-    assert [row[:4] for row in rows] == [
-        ["trained", "greedy", "0", "2.53 (2.42 to 2.65)"],
-        ["trained", "greedy", "1", "1.85 (1.74 to 1.97)"],
-        ["trained", "sampled", "1", "2.15 (2.04 to 2.27)"],
-        ["untrained", "greedy", "0", "1.00 (0.89 to 1.12)"],
-    ]
-    for row in rows:  # the acceptance length is one more than the sum over the positions
-        rates = [int(one) for one in re.findall(r"(\d+) %", row[4])]
-        assert 1 + sum(rates) / 100 == pytest.approx(float(row[3][:4]), abs=0.02)
-    for shown in ("acceptance length at k = 4", "7 of 8 identical", "not from vLLM"):
+    positions = [row for row in rows if ", temperature " in row[0]]
+    for row, length in zip(positions, lengths, strict=True):
+        # The acceptance length is one more than the sum over the positions.
+        rates = [int(one.removesuffix(" %")) for one in row[1:]]
+        assert 1 + sum(rates) / 100 == pytest.approx(float(length[4]), abs=0.02)
+    for shown in ("7 of 8 identical", "not from vLLM"):
         assert shown in card
     assert "users" not in card
     card = model_card(run_info(), evaluation(), CONFIG, serving("export"))

@@ -2,7 +2,6 @@ import re
 from pathlib import Path
 
 import pytest
-from matplotlib.image import imread
 
 from eagle31.json_files import write_json
 from tests.runs.here import run_command
@@ -53,11 +52,9 @@ def test_what_cannot_be_compared_has_no_ratio(tmp_path: Path, other: dict[str, s
     assert "[" not in "".join(rows(lines)["temperature 0, k = 4"])
 
 
-def test_the_command_draws_a_picture_of_several_runs_and_the_page_of_one(tmp_path: Path) -> None:
+def test_the_command_compares_several_runs_and_writes_the_page_of_one(tmp_path: Path) -> None:
     runs = [finished(tmp_path / name, rate) for name, rate in (("a", 0.5), ("b", 0.6), ("c", 0.7))]
-    assert run_command("scripts/report", *runs).status == 0
-    height, width, _ = imread(runs[0] / "report" / "comparison.png").shape
-    assert 2 < width / height < 4
+    assert "run 3" in run_command("scripts/report", *runs).out
     done = run_command("scripts/report", runs[0])
     assert done.status == 0
     assert str(tmp_path / "a" / "report" / "index.html") in done.out
