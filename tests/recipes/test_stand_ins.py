@@ -68,6 +68,5 @@ def assert_trained(run: Path) -> None:
 
 
 def test_the_table_of_the_documentation_has_every_recipe() -> None:
-    page = (ROOT / "docs" / "recipes.md").read_text()
-    rows = re.findall(r"(?m)^\| `(\w+)` \|", page)
-    assert sorted(rows) == RECIPES
+    [table] = re.findall(r"\| planned for \|\n((?:\|.*\n)+)", (ROOT / "docs" / "recipes.md").read_text())
+    assert sorted(re.findall(r"`(\w+)`", table)) == sorted([*RECIPES, "any_target", "quickstart"])
