@@ -33,7 +33,7 @@ from train.config.run import (
 from train.context import RunContext
 from train.distributed import World, read_when_set, shared_values, wait_for, wait_for_ranks
 from train.engines.servers import server_settings
-from train.launch.doctor import check_eagle3, check_environment, check_named, check_start, check_store
+from train.launch.start import check_eagle3, check_environment, check_named, check_start, check_store
 from train.plan.earlier import note_settings
 from train.plan.placement import cluster_at_hand
 from train.plan.plan import Plan, check_gpu_memory, make_plan

@@ -1,6 +1,5 @@
 """The versions of the code and the packages that a run uses."""
 
-import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -28,17 +27,6 @@ def package_versions() -> dict[str, str]:
     if torchspec is not None and torchspec.origin is not None:  # a checkout, whose name has its commit
         versions["torchspec"] = Path(torchspec.origin).resolve().parents[1].name
     return versions
-
-
-def missing_packages() -> list[str]:
-    """Return the distributions that pyproject.toml requires of a run and that are not installed."""
-    text = (ROOT / "pyproject.toml").read_text()
-    found = []
-    for pattern in (r"(?ms)^dependencies = \[(.*?)^\]", r"(?ms)^train = \[(.*?)^\]"):
-        match = re.search(pattern, text)
-        assert match is not None, pattern
-        found += re.findall(r'"([A-Za-z0-9-]+)', match[1])
-    return [name for name in found if not _installed(name)]
 
 
 def _installed(name: str) -> bool:

@@ -69,16 +69,6 @@ def active_intermediate_size(config: PreTrainedConfig) -> int | None:
     return chosen * width + shared
 
 
-def expert_intermediate_size(config: PreTrainedConfig) -> int | None:
-    """Return the width of one expert, or None for a dense target."""
-    text_config = config.get_text_config()
-    if not is_mixture(text_config):
-        return None
-    return getattr(text_config, "moe_intermediate_size", None) or getattr(
-        text_config, "intermediate_size", None
-    )
-
-
 def has_latent_attention(config: PreTrainedConfig) -> bool:
     """Return whether the target has multi-head latent attention."""
     return getattr(config.get_text_config(), "kv_lora_rank", None) is not None

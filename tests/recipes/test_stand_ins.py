@@ -1,4 +1,4 @@
-"""Every recipe, by the torchrun command in its header, on a small stand-in for its target.
+"""Every recipe, with as many processes as its node has GPUs, on a small stand-in for its target.
 
 `docs/recipes.md` has the table. All run with --full, and kimi_k2_6 always, on two nodes:
 tests/train/launch/test_apart.py.
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from eagle31.json_files import read_json, read_jsonl
-from tests.recipes.headers import RECIPES, header_commands
+from tests.recipes.headers import RECIPES
 from tests.recipes.stand_ins import assert_captured, save_stand_in, small_run
 from tests.runs.forked import ROOT
 from tests.train.small_run import assert_agreement
@@ -28,9 +28,8 @@ RUN_SECONDS = 1500
 @pytest.mark.timeout(RUN_SECONDS)
 def test_a_recipe_runs_on_a_stand_in(recipe: str, vllm_python: Path, tmp_path: Path) -> None:
     stand_in, run = save_stand_in(recipe, tmp_path), tmp_path / "run"
-    [(*launcher, script, chosen)] = header_commands(recipe, "torchrun")
-    assert (script, chosen) == ("train/main.py", f"recipe={recipe}")
-    num_ranks = int(launcher[launcher.index("--nproc-per-node") + 1]) if launcher else 1
+    given = composed(recipe)
+    num_ranks = given.plan.gpus_per_node or 1 if given.target.device_map is None else 1
     command = [f"recipe={recipe}", *small_run(recipe, stand_in, run, num_ranks)]
     printed = torchrun("train/main.py", *command, num_processes=num_ranks, seconds=RUN_SECONDS)
     assert "acceptance length" in printed

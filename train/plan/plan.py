@@ -2,13 +2,12 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from data.batches.loader import check_divisible
-from data.target.architecture import active_intermediate_size, expert_intermediate_size, first_layer
+from data.target.architecture import first_layer
 from data.target.served import architecture, unserved
 from eagle31.errors import UserError
 from eagle31.model.config import DrafterConfig
@@ -23,7 +22,7 @@ from train.plan.placement import TARGET_FRACTION, Cluster, ServerPlacement, clus
 from train.plan.sizes import RunSizes, trainer_settings
 from train.plan.target import ServerMemory, TargetSize
 from train.plan.where import Command, TargetGpus, where_target_runs
-from train.plan.work import GpusAtWork, Hours, Work, budget_works, run_hours, run_work
+from train.plan.work import GpusAtWork, Hours, Work, run_hours, run_work
 from train.tables import gigabytes
 from train.trainer.learning_rate import described
 
@@ -57,7 +56,6 @@ class Way:
     server: ServerMemory | None  # on each GPU of a server, without its cache
     target: TargetGpus | None
     hours: Hours | None
-    budget_hours: dict[str, float | None]  # by the names of recipes/budget
     refusal: str | None  # why the run cannot start so
     shortages: list[Shortage]
     commands: list[Command]
@@ -113,8 +111,7 @@ def make_plan(config: RunConfig, world: World, summary: Mapping[str, Any], given
     sizes = RunSizes(config)
     work = run_work(sizes, summary)
     if config.stages == [Stage.plan]:
-        budgets = budget_works(sizes) if config.train.max_steps is None else {}
-        ways = [run_way(sizes, work, one, given, budgets) for one in _planned(sizes, world)]
+        ways = [run_way(sizes, work, one, given) for one in _planned(sizes, world)]
     else:
         ways = [run_way(sizes, work, cluster_at_hand(world))]
     here = config.plan.gpu_memory_gb is None or config.stages != [Stage.plan] or torch.cuda.is_available()
@@ -141,18 +138,11 @@ def _lacking(sizes: RunSizes, work: Work, ways: Sequence[Way]) -> list[str]:
     return [f"{one}. {one.remedy}" for one in found if one.remedy]
 
 
-def run_way(
-    sizes: RunSizes,
-    work: Work,
-    cluster: Cluster,
-    given: Sequence[str] | None = None,
-    budgets: Mapping[str, Work] = MappingProxyType({}),
-) -> Way:
+def run_way(sizes: RunSizes, work: Work, cluster: Cluster, given: Sequence[str] | None = None) -> Way:
     """Return what the run takes on these nodes, with its commands if the user's arguments are given."""
     config, where = sizes.config, where_target_runs(sizes)
     memory = sizes.trainer(cluster.num_ranks, "cuda" if cluster.gpus_per_node else "cpu")
     placement, server, target, hours, refusal = None, None, None, None, _rows_refusal(config, cluster)
-    budget_hours: dict[str, float | None] = {}
     try:
         placement, writers = where.servers(cluster), where.writers(cluster)
         target = where.gpus(cluster, placement)
@@ -164,7 +154,6 @@ def run_way(
             at_once=target.beside_training,
         )
         hours = run_hours(config, work, gpus)
-        budget_hours = {name: run_hours(config, one, gpus).total for name, one in budgets.items()}
     except UserError as error:
         refusal = str(error)
     if placement is not None:
@@ -179,7 +168,6 @@ def run_way(
         server=server,
         target=target,
         hours=hours,
-        budget_hours=budget_hours,
         refusal=refusal,
         shortages=shortages,
         commands=[] if given is None or not works else commands(given, where, cluster, placement),
@@ -268,10 +256,3 @@ def _notes(sizes: RunSizes, here: bool) -> Iterator[str]:
     kind = rope_kind(first_layer(sizes.target_config), drafter.sliding_window)
     if kind is not None and not config.drafter.rope_parameters:
         yield f"RoPE as in the target's layers of {kind}: {drafter.served_rope} (drafter.rope_parameters)"
-    active = active_intermediate_size(sizes.target_config)
-    single = expert_intermediate_size(sizes.target_config)
-    if single is not None and active is not None and drafter.intermediate_size < active:
-        yield (
-            f"drafter.intermediate_size={drafter.intermediate_size} is narrower than the experts that one "
-            f"token passes through in the target: together they are {active} wide, each {single}"
-        )

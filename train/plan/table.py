@@ -1,9 +1,5 @@
 """The plan as a table on the terminal."""
 
-from collections import Counter
-
-import torch
-
 from train.plan.plan import Plan, Way
 from train.plan.work import Hours, Work
 from train.tables import aligned, gigabytes, rounded
@@ -45,9 +41,6 @@ def _ways(ways: list[Way]) -> list[str]:
             lines.append(f"    target    {way.target.where}")
         lines.append(f"    memory    {_memory_of(way)}")
         lines += [f"    {name:9} {value}" for name, value in hours_lines(way.hours)]
-        if any(way.budget_hours.values()):
-            found = ", ".join(f"{name} {hours or 0:.3g}" for name, hours in way.budget_hours.items())
-            lines.append(f"    budgets   {found} hours (budget=NAME)")
         for command in way.commands:
             lines.append(f"    on {command.where}:" if command.where != "Slurm" else "    or with Slurm:")
             lines.append(f"      {command.line}")
@@ -96,11 +89,6 @@ def hours_lines(found: Hours | None) -> list[_Line]:
         most = "at most " if found.regenerate else ""
         each = f"{most}{rounded(found.gpu_tokens, 3)} trained tokens per GPU-hour"
         lines.append(("speed", f"{each}, {found.gpu_tokens / 3600:,.0f} per second, target included"))
-    if found.written is not None and found.read is not None:
-        written, read = gigabytes(found.written), gigabytes(found.read)
-        lines.append(
-            ("disk", f"capture writes {written}/s and training reads {read}/s; a slower disk takes longer")
-        )
     return lines
 
 
@@ -112,15 +100,9 @@ def _drafter_lines(plan: Plan) -> list[_Line]:
         f"aux layers {list(drafter.aux_layer_ids)}, "
         f"draft vocabulary {drafter.draft_vocab_size:,} of {drafter.vocab_size:,}"
     )
-    counts = Counter(tuple(shape) for shape in plan.tensors.values())
-    tensors = ", ".join(
-        f"{n} x {list(shape)}" if n > 1 else f"{list(shape)}"
-        for shape, n in sorted(counts.items(), key=lambda item: -torch.Size(item[0]).numel())
-    )
     return [
         ("drafter", shape),
         ("trained parameters", f"{plan.num_parameters / 1e6:,.1f} M"),
-        ("tensors", tensors),
         ("optimizer", plan.optimizer),
     ]
 

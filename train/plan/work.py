@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from data.store.codec import Rows, encoded_bytes
 from data.target.architecture import attention_flops, cached_elements
@@ -16,7 +15,6 @@ from eagle31.cost.flops import StepFlops, step_flops, typical_counts
 from eagle31.json_files import read_json
 from train.artifact import MANIFEST
 from train.config.capture import CaptureMode
-from train.config.compose import RECIPES, choices
 from train.config.data import SELF
 from train.config.plan import PlanConfig
 from train.config.run import RunConfig, Stage
@@ -30,20 +28,6 @@ _HOUR = 3600
 _CACHED_BYTES = 2  # of an element of the key-value cache
 # A layer's part of a decoding step in transformers, which launches its kernels one by one. An estimate.
 _LAYER_SECONDS = 1e-3
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How much a run trains on."""
-
-    max_samples: int | None
-    num_epochs: int
-    max_steps: int | None
-
-    @staticmethod
-    def of(config: Any) -> "Budget":
-        """Return that of a configuration, or of a file in recipes/budget."""
-        return Budget(config.data.max_samples, config.train.num_epochs, config.train.max_steps)
 
 
 @dataclass(frozen=True)
@@ -105,9 +89,6 @@ class Hours:
     total: float | None
     how: str | None  # in words, the speed that they are computed with
     gpu_tokens: float | None  # trained tokens per hour and GPU of the whole run, those of the target included
-    # Bytes per second of the disk with the store, below which the stages take longer; None without a store.
-    written: float | None = None
-    read: float | None = None
 
 
 def data_summary(config: RunConfig) -> dict[str, Any]:
@@ -116,28 +97,18 @@ def data_summary(config: RunConfig) -> dict[str, Any]:
     return read_json(made[-1] / MANIFEST)["facts"] if made else {}
 
 
-def budget_works(sizes: RunSizes) -> dict[str, Work]:
-    """Return the work of the run with each budget in recipes/budget, the smallest first."""
-    names = choices("budget")
-    budgets = {name: Budget.of(OmegaConf.load(RECIPES / "budget" / f"{name}.yaml")) for name in names}
-    works = {name: run_work(sizes, {}, budget) for name, budget in budgets.items()}
-    return dict(sorted(works.items(), key=lambda one: one[1].trained_tokens or 0))
-
-
-def run_work(sizes: RunSizes, summary: Mapping[str, Any], budget: Budget | None = None) -> Work:
+def run_work(sizes: RunSizes, summary: Mapping[str, Any]) -> Work:
     """Return the work of the full run.
 
     Args:
         summary: what the data stage recorded; empty before it has run.
-        budget: how much it trains on; None: what the configuration says.
     """
     config, train = sizes.config, sizes.config.train
-    budget = budget or Budget.of(config)
-    tokens, tokens_from = _data_tokens(config, summary, budget.max_samples)
+    tokens, tokens_from = _data_tokens(config, summary)
     row_tokens = train.rows_per_step * train.row_tokens
-    steps = budget.max_steps
+    steps = train.max_steps
     if steps is None and tokens is not None:
-        steps = max(1, tokens * budget.num_epochs // row_tokens)
+        steps = max(1, tokens * train.num_epochs // row_tokens)
     trained = None if steps is None else steps * row_tokens
     flops = _row_flops(sizes)
     captured = trained if config.capture.mode is CaptureMode.online else tokens
@@ -180,13 +151,7 @@ def run_hours(config: RunConfig, work: Work, gpus: GpusAtWork) -> Hours:
     if regenerate is not None and capture is not None and train is not None:
         total = regenerate + (max(capture, train) if gpus.at_once else capture + train)
         gpu_tokens = (work.trained_tokens or 0) / (total * gpus.all)
-    stored = 0 if work.online else work.store_bytes or 0
-    read = stored * (work.trained_tokens or 0) / (work.tokens or 1)
-    written_rate, read_rate = (
-        num_bytes / hours / _HOUR if num_bytes and hours else None
-        for num_bytes, hours in ((stored, capture), (read, train))
-    )
-    return Hours(regenerate, capture, train, total, how, gpu_tokens, written_rate, read_rate)
+    return Hours(regenerate, capture, train, total, how, gpu_tokens)
 
 
 def _measured_rate(output_dir: Path) -> float | None:
@@ -201,8 +166,9 @@ def _measured_rate(output_dir: Path) -> float | None:
     return None
 
 
-def _data_tokens(config: RunConfig, summary: Mapping[str, Any], limit: int | None) -> tuple[int | None, str]:
+def _data_tokens(config: RunConfig, summary: Mapping[str, Any]) -> tuple[int | None, str]:
     """Return the tokens as measured, else as limited by the recipe."""
+    limit = config.data.max_samples
     if "num_tokens" in summary:
         return summary["num_tokens"], "measured"
     if config.data.train == SELF:

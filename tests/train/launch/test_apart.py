@@ -10,7 +10,6 @@ import pytest
 
 from data.capture.vllm.environment import KEY_VARIABLE, check_mooncake
 from tests.processes import environment_of
-from tests.recipes.headers import header_commands
 from tests.recipes.stand_ins import assert_captured, save_stand_in, small_run
 from tests.runs.forked import ROOT
 from tests.runs.here import run_command
@@ -46,8 +45,6 @@ def test_a_server_on_another_node(
     stand_in = save_stand_in(RECIPE, tmp_path / "stand_in", num_hidden_layers=NUM_LAYERS)
     output_dir = tmp_path / "run"
     output_dir.mkdir()
-    [header] = header_commands(RECIPE, "scripts/submit")
-    assert header.pop() == f"output_dir=/shared/{RECIPE}"
     run = [*small_run(RECIPE, stand_in, output_dir), f"train.max_steps={STEPS}"]
     run += [f"drafter.aux_layer_ids={AUX_LAYER_IDS}", f"capture.transport={transport}"]
     run.append("data.regenerate.temperature=0")  # on a CPU, servers that capture ignore the temperature
@@ -56,8 +53,9 @@ def test_a_server_on_another_node(
     with running_apart_cluster(seen, [] if shared else [output_dir]) as cluster:
         assert cluster.machines is not None
         first, second = cluster.machines.members
-        options = ["--gpus-per-node=0", "--cpus-per-task=1"]
-        shown = run_command("scripts/submit", "--dry-run", *header, *options, *run)
+        options = [f"recipe={RECIPE}", "--nodes=2", "--target-nodes=1"]
+        options += ["--gpus-per-node=0", "--cpus-per-task=1"]
+        shown = run_command("scripts/submit", "--dry-run", *options, *run)
         assert shown.status == 0, shown.err
         script = tmp_path / "slurm.sh"
         script.write_text(shown.out)

@@ -18,7 +18,7 @@ from tests.train.small_run import arguments
 from tests.train.torchrun import composed
 from train.config.run import captures_in_vllm, drafts_in_vllm, starts_vllm
 from train.launch import doctor
-from train.launch.doctor import check_eagle3, check_environment, check_port
+from train.launch.start import check_eagle3, check_environment, check_port
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 NEEDED = ("target.model=nowhere", "data.train=nowhere.jsonl", "output_dir=nowhere")
@@ -45,7 +45,6 @@ def test_a_machine_that_suffices_is_left_as_it_is(
     assert outcome.out.endswith("\nThis run can start on this machine.\n")
     found = rows(examined(small_target, tmp_path, "--json"))
     expected = {
-        "packages",
         "GPUs",
         "directories",
         "plan",

@@ -16,11 +16,10 @@ from data.target.architecture import active_intermediate_size, attention_flops
 from data.target.served import engines
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
-from tests.recipes.headers import header, header_commands
+from tests.recipes.headers import header
 from tests.runs.forked import ROOT
 from tests.train.torchrun import composed, run_here
 from train.config import compose
-from train.config.capture import CaptureSource
 from train.config.run import Stage, check
 from train.distributed import World
 from train.plan.disk import host_memory
@@ -127,32 +126,17 @@ def test_the_target_has_the_parameters_of_its_model_card(recipe: str) -> None:
     assert found.active / 1e9 == pytest.approx(active, rel=0.1)
 
 
-@pytest.mark.parametrize("recipe", SIZES)
-def test_the_commands_in_a_header_are_those_of_the_plan(recipe: str) -> None:
-    """They leave out default values, and the plan has this test's output_dir."""
-    lines = [one.line for way in planned(recipe).ways for one in way.commands]
-    printed = [line.replace("--gpus-per-node 8 ", "").replace("--nproc-per-node 1 ", "") for line in lines]
-    printed = [line.partition(" output_dir=")[0] for line in printed]
-    in_vllm = composed(recipe).capture.source is CaptureSource.vllm
-    programs = ["torchrun", "scripts/submit"] if in_vllm else ["torchrun"]
-    for program in programs:
-        [words] = header_commands(recipe, program)
-        assert " ".join([program, *words]).removesuffix(f" output_dir=/shared/{recipe}") in printed
-
-
-def test_the_plan_has_the_hours_of_each_budget() -> None:
+def test_the_plan_has_the_hours_and_the_trained_tokens_of_each_gpu() -> None:
     plan = planned("qwen3_8b", "plan.num_nodes=1")
     [way], trained_tokens = plan.ways, plan.work.trained_tokens
     assert trained_tokens is not None
     assert way.hours is not None
-    assert way.budget_hours["standard"] == way.hours.total
     assert way.hours.total is not None
     assert way.hours.gpu_tokens == pytest.approx(trained_tokens / (8 * way.hours.total))
-    assert list(way.budget_hours) == ["quick", "standard", "reproduce"]
     quick = planned("qwen3_8b", "plan.num_nodes=1", "budget=quick").first.hours
     assert quick is not None
-    assert way.budget_hours["quick"] == quick.total
-    assert f"quick {quick.total:.3g}, standard" in format_plan(plan)
+    assert quick.total is not None
+    assert quick.total < way.hours.total / 10
 
 
 def test_the_prompts_that_a_target_writes_limit_the_samples_and_are_tokens_that_it_generates() -> None:
@@ -193,9 +177,6 @@ def test_a_drafter_is_as_wide_as_the_experts_that_a_token_passes_through(recipe:
     plan = planned(recipe)
     width = active_intermediate_size(planned_config(composed(recipe).target))
     assert plan.drafter.intermediate_size == width
-    assert not any("narrower" in note for note in plan.notes)
-    narrow = planned(recipe, "drafter.intermediate_size=768")
-    assert any("narrower" in note and str(width) in note for note in narrow.notes)
 
 
 def test_a_target_with_rope_for_each_kind_of_layer_is_planned_and_its_engine_named(tmp_path: Path) -> None:
