@@ -76,14 +76,16 @@ def hours_lines(found: Hours | None) -> list[_Line]:
         return [("hours", "unknown; set plan.tflops_per_gpu")]
 
     def shown(value: float | None) -> str:
-        return "unknown" if value is None else f"{value:.3g}"
+        if value is None:
+            return "unknown"
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
     parts = [f"training {shown(found.train)}", f"capture {shown(found.capture)}"]
     bound = ""
     if found.regenerate:
         bound = "at least "
         parts.append(f"regeneration {bound}{shown(found.regenerate)}")
-    total = "" if found.total is None else f"{bound}{found.total:.3g} in all: "
+    total = "" if found.total is None else f"{bound}{shown(found.total)} in all: "
     lines = [("hours", f"{total}{', '.join(parts)} ({found.how})")]
     if found.gpu_tokens is not None:
         most = "at most " if found.regenerate else ""

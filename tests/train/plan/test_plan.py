@@ -28,9 +28,9 @@ from train.plan.memory import USABLE_FRACTION
 from train.plan.placement import Cluster, place_servers
 from train.plan.plan import Plan, check_gpu_memory, make_plan
 from train.plan.sizes import RunSizes, planned_config
-from train.plan.table import format_plan
+from train.plan.table import format_plan, hours_lines
 from train.plan.where import where_target_runs
-from train.plan.work import data_summary
+from train.plan.work import Hours, data_summary
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes" / "recipe").glob("*.yaml"))
 NAMED = [name for name in RECIPES if name not in ("adapt", "any_target")]
@@ -418,6 +418,11 @@ def test_tokens_are_those_of_the_newest_data_with_the_same_settings(tmp_path: Pa
     work = planned("kimi_k2_6", f"output_dir={tmp_path}").work
     assert (work.tokens, work.tokens_from) == (81_920_000, "measured")
     assert work.steps == 2 * 81_920_000 // (16 * 8192)
+
+
+def test_thousands_of_hours_are_printed_plainly() -> None:
+    [(_, line), *_] = hours_lines(Hours(None, 4.567, 1149.6, 1154.2, "at a speed", None))
+    assert line == "1,154 in all: training 1,150, capture 4.57 (at a speed)"
 
 
 def test_hours_come_from_a_speed_that_was_measured_with_another_number_of_processes(tmp_path: Path) -> None:
