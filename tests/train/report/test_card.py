@@ -44,6 +44,7 @@ def test_paths_are_not_hub_ids_and_are_not_published(tmp_path: Path, monkeypatch
         assert not {"base_model", "datasets", "license"} & front_matter(card).keys()
         assert not [path for path in (str(tmp_path), "/data/private", "/home/someone") if path in card]
         assert "vllm serve TARGET" in card
+        assert "vllm.entrypoints.openai.api_server --gpu-memory-utilization 0.4 --enforce-eager" in card
         assert "TARGET is the directory of mine." in card
 
 
