@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 from data.conversations.template import FIELD, Messages, Template, TemplateRefused, decode
+from data.conversations.thoughts import after_prompted_thought, prompted_thought
 from data.conversations.token_bytes import token_ends
 
 _NUM_EXCERPT_CHARACTERS = 40
@@ -36,7 +37,7 @@ def served_text(template: Template, messages: Messages, prompt: str, written: st
 
     Templates may write the history in another way once it is answered: some have the system prompt in the
     last message of the user, or leave out the thoughts before an answer. The text is then the prompt, and
-    what the template writes for the answer.
+    what the template writes for the answer. After a prompt that begins a thought, that is the recorded one.
 
     Args:
         messages: the last is the assistant's.
@@ -48,12 +49,16 @@ def served_text(template: Template, messages: Messages, prompt: str, written: st
     """
     if written.startswith(prompt):
         return written
+    if prompted := prompted_thought(prompt):
+        before = prompt.removesuffix(prompted)
+        answer = served_text(template, messages, before, written)[len(before) :]
+        return prompt + after_prompted_thought(prompted, messages[-1], answer)
     asked = messages[-2]["content"]  # which some templates write as JSON, if a tool said it
     found = max(prompt.rfind(text) for text in (asked.strip(), json.dumps(asked, ensure_ascii=False)[1:-1]))
     between = prompt[found:] if asked.strip() and found >= 0 else ""
     example = [*messages[:-1], {"role": "assistant", "content": _EXAMPLE}]
     other = template.text(example, add_generation_prompt=False)
-    header = written[: _num_common(written, other)]
+    header = written[: num_common(written, other)]
     if not between or between not in header:
         raise _two_ways(template, prompt, written)
     return prompt + written[header.rfind(between) + len(between) :]
@@ -73,7 +78,7 @@ def boundary(template: Template, full: Encoded, character: int) -> tuple[int, in
         is_exact = not position or (before > 0 and full.ends[before - 1] == position)
         return before, before if is_exact else before + 1
     input_ids, ids = full.ids, template.encode(text)
-    common = _num_common(ids, input_ids)
+    common = num_common(ids, input_ids)
     if common == len(ids):
         return common, common
     # Tokens merge differently across the boundary: find the token in which the history's text ends.
@@ -99,7 +104,7 @@ def last_eos(ids: list[int], start: int, end: int, eos_token_ids: Collection[int
 
 
 def _two_ways(template: Template, prompt: str, written: str) -> TemplateRefused:
-    index = _num_common(prompt, written)
+    index = num_common(prompt, written)
     near = slice(max(index - _NUM_EXCERPT_CHARACTERS, 0), index + _NUM_EXCERPT_CHARACTERS)
     remedies = [
         "set data.regenerate.enabled=true, with which the target writes the answers",
@@ -116,7 +121,7 @@ def _two_ways(template: Template, prompt: str, written: str) -> TemplateRefused:
     )
 
 
-def _num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
+def num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return the length of the common prefix."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

@@ -4,12 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from data.conversations.preformatted import MASKS, SplitText, token_messages
 from data.conversations.schemas import (
+    AS_TEXT,
+    IDS,
     REGENERATE,
     SYSTEM_ROLES,
     MalformedRow,
     Messages,
+    are_ids,
     are_messages,
+    as_ids,
     listed,
     parsed_json,
     text_of,
@@ -48,6 +53,7 @@ class Layout:
         further: a text that follows the prompt's after an empty line.
         system: a text that becomes the first message.
         history: earlier turns: pairs of texts, or messages.
+        form: `AS_TEXT` or `IDS` where a template was applied already.
     """
 
     prompt: str
@@ -56,6 +62,7 @@ class Layout:
     further: str | None = None
     system: str | None = None
     history: str | None = None
+    form: str | None = None
 
     def __str__(self) -> str:
         return listed(name for name in self._columns if name is not None)
@@ -69,12 +76,19 @@ class Layout:
         used = {*self._columns, *_USED}
         return [name for name in row if name not in used]
 
-    def messages(self, row: Mapping[str, Any]) -> Messages:
+    def messages(self, row: Mapping[str, Any], split_text: SplitText) -> Messages:
         """Return the row's messages, with the roles that templates know.
+
+        Args:
+            split_text: makes messages of a text that a template has written.
 
         Raises:
             MalformedRow: a column has something else.
         """
+        if self.form == IDS:
+            return token_messages(row, self.response)
+        if self.form == AS_TEXT:
+            return split_text(row[self.prompt]) if isinstance(row.get(self.prompt), str) else []
         asked = _listed(row.get(self.prompt), self.prompt) if self.has_messages else self._asked(row)
         answer = None if self.response is None else row.get(self.response)
         if answer not in (None, "") and not (self.has_messages and asked and _is_answer(asked[-1])):
@@ -128,17 +142,26 @@ def find_layout(row: Mapping[str, Any], columns: Columns, require_answer: bool, 
             answers = [name for name in _RESPONSES if name in row]
             return Layout(named, answers[0] if len(answers) == 1 else None, True, **shared)
         prompts = [name for name in _PROMPTS if name in row] or [name for name in ("input",) if name in row]
+        responses = [name for name in _RESPONSES if name in row]
         prompts = prompts or [
             name for name, value in row.items() if are_messages(value) and name != "history"
         ]
-        responses = [name for name in _RESPONSES if name in row]
+        if not prompts and IDS in row:
+            mask = next((name for name in MASKS if name in row), None)
+            if mask or not require_answer:
+                return Layout(IDS, mask, form=IDS)
+            raise NoLayout(
+                f"Token ids need a column that says which are supervised: {listed(MASKS)}. {found}"
+            )
+        if not prompts and not responses and isinstance(row.get("text"), str):
+            return Layout("text", form=AS_TEXT)
         several = len(prompts) > 1 or (require_answer and len(responses) > 1)
         if several or not prompts:
             several_or_none = "Several schemas fit" if several else "No known schema fits"
             raise NoLayout(
                 f"{several_or_none}. {found} The known schemas are messages (role, content), conversations "
                 f"(from, value) and two text columns, which {names} name. For messages in one column, or "
-                f"for prompts alone, name {group}.prompt_column.{_tokens_or_text(row)}"
+                f"for prompts alone, name {group}.prompt_column."
             )
         [prompt] = prompts
         response = responses[0] if len(responses) == 1 else None
@@ -152,15 +175,6 @@ def find_layout(row: Mapping[str, Any], columns: Columns, require_answer: bool, 
     return Layout(prompt, response, False, further, **shared)
 
 
-def _tokens_or_text(row: Mapping[str, Any]) -> str:
-    """Return what can be said about rows in which a template was applied already."""
-    if "input_ids" in row:
-        return " Token ids are not read: give the messages of which they were made."
-    if "text" in row:
-        return " A text with a template's markers is not read: give its messages."
-    return ""
-
-
 def _has_answer(prompt: Any) -> bool:
     return are_messages(prompt) and any(_is_answer(with_known_role(message)) for message in prompt)
 
@@ -170,7 +184,9 @@ def _is_answer(message: Mapping[str, Any]) -> bool:
 
 
 def _spoken(value: Any, role: str) -> Messages:
-    """Return the messages of a cell: a text, several of the user, as MT-Bench has them, or messages."""
+    """Return the messages of a cell: a text, several of the user, as MT-Bench has them, messages, or ids."""
+    if are_ids(value):
+        return [as_ids(role, value)]
     parts = value if isinstance(value, list) else [value]
     if are_messages(parts):
         return parts

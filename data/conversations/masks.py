@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +18,7 @@ from data.conversations.boundaries import (
     served_text,
 )
 from data.conversations.choices import Turns
-from data.conversations.schemas import Conversation, is_trained
+from data.conversations.schemas import IDS, Conversation, form_of, ids_of, is_trained
 from data.conversations.template import TEXT_ARGUMENTS, Messages, Template, TemplateRefused
 from data.conversations.thoughts import empty_thought_end, recorded_reasoning, split_thought
 
@@ -94,6 +94,8 @@ def render(
     assert assistant, f"{conversation.id} has no assistant turn to train on"
     template = Template(tokenizer, tools, template_kwargs, conversation.template)
     find = _marked_samples if template.uses_markers else _prefix_samples
+    if form_of(messages):
+        find = _preformatted_samples
     if turns is Turns.each:
         samples = [one for i in assistant for one in find(template, messages, [i], turns, eos_token_ids)]
     else:
@@ -163,6 +165,25 @@ def _marked_samples(
         )
         at = partial(boundary_tokens, encoding["offset_mapping"])
     return [_sample(template, full, spans, at, [(messages[i], text) for i in supervised], eos_token_ids)]
+
+
+def _preformatted_samples(
+    template: Template,
+    messages: Messages,
+    supervised: Sequence[int],
+    turns: Turns,
+    eos_token_ids: Collection[int],
+) -> list[RenderedConversation]:
+    """Return the sample of messages whose contents joined are its text, or its token ids."""
+    messages = messages[: supervised[-1] + 1]
+    if form_of(messages) == IDS:
+        parts = [(len(ids_of([one])), i in supervised) for i, one in enumerate(messages)]
+        return [RenderedConversation(ids_of(messages), [own for size, own in parts for _ in range(size)])]
+    ends = [*accumulate(len(one["content"]) for one in messages)]
+    full = encoded(template, "".join(one["content"] for one in messages))
+    of = [(messages[i], messages[i]["content"]) for i in supervised]
+    spans = [(ends[i - 1], ends[i]) for i in supervised]
+    return [_sample(template, full, spans, partial(boundary, template, full), of, eos_token_ids)]
 
 
 def _sample(

@@ -21,6 +21,7 @@ from data.conversations.held_out import (
     prompt_rank,
 )
 from data.conversations.near_duplicates import near_duplicates
+from data.conversations.preformatted import SplitText, not_split
 from data.conversations.reading import ConversationReader, Source, first_reasons
 from data.conversations.schemas import Conversation, listed
 from data.conversations.table import ConversationTable, Selection
@@ -51,6 +52,7 @@ class Mixture:
     evaluation_sets: Mapping[str, Source] = field(default_factory=dict)  # whose prompts are left out, too
     similarity: float | None = None  # the least of near-duplicates, which are left out
     with_answers: bool = True  # whether near-duplicates have similar answers, too
+    split_text: SplitText = not_split  # makes messages of a text that a template has written
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,12 @@ def mix(mixture: Mixture, directory: Path, num_workers: int) -> MixedConversatio
     evaluated, evaluation = EvaluationPrompts(), None
     if mixture.evaluation is not None:
         evaluation = _read(
-            {"data.eval": mixture.evaluation}, directory / _EVAL_TABLE, mixture.seed, EvaluationPrompts()
+            mixture, {"data.eval": mixture.evaluation}, directory / _EVAL_TABLE, EvaluationPrompts()
         )
         evaluated.add("data.eval", evaluation.table)
     for name, source in mixture.evaluation_sets.items():
-        evaluated.add(name, source.reader())
-    read = _read(mixture.sources, directory / _TABLE, mixture.seed, evaluated)
+        evaluated.add(name, source.reader(mixture.split_text))
+    read = _read(mixture, mixture.sources, directory / _TABLE, evaluated)
     summary: dict[str, Any] = {
         "num_conversations_read": len(read.table),
         **read.counts,
@@ -149,15 +151,15 @@ def print_left_out(what: str, left_out: Sequence[tuple[str, str]]) -> None:
     print(f"data: {len(left_out):,} {what} and left out:{first_reasons(left_out)}", flush=True)
 
 
-def _read(sources: Mapping[str, Source], path: Path, seed: int, evaluated: EvaluationPrompts) -> _Read:
+def _read(mixture: Mixture, sources: Mapping[str, Source], path: Path, evaluated: EvaluationPrompts) -> _Read:
     """Read all sources into a file of conversations, which are in memory one at a time."""
     ranks, sets, starts, counts = bytearray(), [], [0], Counter[str]()
     table = ConversationTable(path)
     for source in sources.values():
-        reader = source.reader()
+        reader = source.reader(mixture.split_text)
         for conversation in reader:
             table.add(conversation)
-            ranks += prompt_rank(first_prompt(conversation), seed)[:RANK_BYTES]
+            ranks += prompt_rank(first_prompt(conversation), mixture.seed)[:RANK_BYTES]
             sets.append(evaluated.find(conversation))
         starts.append(len(sets))
         counts["num_malformed"] += len(reader.malformed)

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from data.conversations.perturbation import UNCHANGED, PromptSetting, with_documents, with_system
-from data.conversations.schemas import SYSTEM_ROLES, Conversation
+from data.conversations.schemas import SYSTEM_ROLES, Conversation, form_of
 from data.conversations.template import Messages, Template, Tools
 from eagle31.errors import UserError
 
@@ -60,8 +60,7 @@ def render_prompt(
     Args:
         template: the target's, or a change of it; see `data.conversations.perturbation.TEMPLATES`.
     """
-    target = Template(tokenizer, tools, template_kwargs, template)
-    return target.encode(target.text(messages, add_generation_prompt=True))
+    return Template(tokenizer, tools, template_kwargs, template).prompt_ids(messages)
 
 
 def prompt_ids(
@@ -104,6 +103,8 @@ def unprompted_header(
         TemplateRefused: the template raises on this conversation.
     """
     messages = prompt_messages(conversation)
+    if form_of(messages):
+        return None
     target = Template(tokenizer, conversation.tools, template_kwargs, conversation.template)
     prompt = target.text(messages, add_generation_prompt=True)
     if prompt != target.text(messages, add_generation_prompt=False):

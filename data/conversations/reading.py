@@ -13,6 +13,7 @@ from datasets import Dataset
 
 from data.conversations.columns import Columns, Layout, NoLayout, find_layout
 from data.conversations.files import DataFile, dataset_rows, find_files, fingerprints, load, one_line
+from data.conversations.preformatted import SplitText, not_split
 from data.conversations.schemas import (
     NO_ANSWER,
     REGENERATE,
@@ -59,9 +60,9 @@ class Source:
     revision: str | None = None
     max_malformed_fraction: float = 0.01
 
-    def reader(self) -> "ConversationReader":
+    def reader(self, split_text: SplitText = not_split) -> "ConversationReader":
         """Return an iterator over the conversations; see `ConversationReader`."""
-        return ConversationReader(self)
+        return ConversationReader(self, split_text)
 
     def rows(self) -> Iterator[tuple[str, Any]]:
         """Yield (location, row) in order; a row that cannot be parsed is a `MalformedRow`.
@@ -123,8 +124,8 @@ class ConversationReader:
     other columns.
     """
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    def __init__(self, source: Source, split_text: SplitText) -> None:
+        self.source, self._split_text = source, split_text
         self._start()
 
     def _start(self) -> None:
@@ -154,7 +155,7 @@ class ConversationReader:
             cut: list[str] = []
             try:
                 layout = self._layout(row)
-                messages, cut = usable(layout.messages(row))
+                messages, cut = usable(layout.messages(row, self._split_text))
                 conversation = to_conversation(row, messages, self.source.require_answer)
             except MalformedRow as reason:
                 left_out = self.left_out if cut else self.malformed

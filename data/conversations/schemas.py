@@ -20,6 +20,7 @@ _ROLES |= dict.fromkeys(("function", "function_response", "observation", "tool_r
 _ROLES |= {"tool_call": _CALL}
 _WEIGHTS = ("weight", "loss", "train", "training")  # keys of a message that is context only if one is 0
 _MEDIA = ("image", "video", "audio")  # in the type of a content part
+FORM, AS_TEXT, IDS = "preformatted", "text", "input_ids"  # the key of a message of such a row, and its values
 NO_ANSWER = "there is no assistant turn"
 REGENERATE = "set data.regenerate.enabled=true, with which the target writes the answers"
 
@@ -54,6 +55,28 @@ class MalformedRow(Exception):
 def is_trained(message: Mapping[str, Any]) -> bool:
     """Return whether a message is the assistant's and more than context."""
     return message["role"] == "assistant" and message.get("weight") != 0
+
+
+def are_ids(value: Any) -> bool:
+    """Return whether a value is a list of token ids."""
+    return (
+        isinstance(value, list) and bool(value) and all(type(id) is int and 0 <= id < 1 << 31 for id in value)
+    )
+
+
+def as_ids(role: str, ids: Iterable[int]) -> dict[str, Any]:
+    """Return a message that has token ids instead of a text."""
+    return {"role": role, "content": " ".join(map(str, ids)), FORM: IDS}
+
+
+def ids_of(messages: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Return the token ids of messages that have them."""
+    return [int(id) for message in messages for id in message["content"].split()]
+
+
+def form_of(messages: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return `AS_TEXT` or `IDS` for messages to which a template was applied already."""
+    return next((message[FORM] for message in messages if FORM in message), None)
 
 
 def are_messages(value: Any) -> bool:

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from data.conversations.perturbation import UNCHANGED, rewritten, template_source
+from data.conversations.schemas import AS_TEXT, FORM, IDS, form_of, ids_of
 from data.conversations.workers import ProcessKilled
 from eagle31.errors import UserError
 
@@ -63,7 +64,15 @@ class Template:
         self.has_text_arguments = False  # whether it has raised on calls whose arguments are objects
 
     def text(self, messages: Messages, *, add_generation_prompt: bool) -> str:
-        """Return the text of the messages, and of the generation prompt if it is asked for."""
+        """Return the text of the messages, and of the generation prompt if it is asked for.
+
+        Text that has a template's markers already is as it is.
+        """
+        if (form := form_of(messages)) is not None:
+            if form != AS_TEXT or any(FORM not in message for message in messages):
+                remedy = "A preformatted conversation has no other messages; leave out what adds them."
+                raise TemplateRefused(FIELD, self.name, remedy)
+            return "".join(message["content"] for message in messages)
 
         def write(messages: Messages) -> Any:
             return self.tokenizer.apply_chat_template(
@@ -118,6 +127,12 @@ class Template:
             )
             raise TemplateRefused(FIELD, self.name, remedy)
 
+    def prompt_ids(self, messages: Messages) -> list[int]:
+        """Return the token ids of the messages and the generation prompt."""
+        if all(message.get(FORM) == IDS for message in messages):
+            return ids_of(messages)
+        return self.encode(self.text(messages, add_generation_prompt=True))
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text that the template has written."""
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -163,12 +178,12 @@ def has_markers(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> bool:
 
     The target reads them as those of its template. They do not change which tokens are the assistant's.
     """
-    special = _special_tokens(tokenizer)
-    return any(special.search(message["content"]) for message in messages if message["role"] != "assistant")
+    special, others = special_tokens(tokenizer), [one for one in messages if one["role"] != "assistant"]
+    return any(FORM not in message and special.search(message["content"]) for message in others)
 
 
 @lru_cache(maxsize=4)
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Return what finds the tokens that no text should have."""
     tokens = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(tokens) or r"(?!)")

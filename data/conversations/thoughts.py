@@ -9,6 +9,7 @@ _NAME = r"(?:\w+:)?(?:think(?:ing)?|thought|reasoning)"  # <think>, [THINK], <se
 _OPENING, _CLOSING = rf"[<\[]{_NAME}[>\]]", rf"[<\[]/{_NAME}[>\]]"
 _END = re.compile(_CLOSING, re.IGNORECASE)
 _EMPTY = re.compile(rf"\s*{_OPENING}\s*(?P<end>{_CLOSING})\s*", re.IGNORECASE)
+_PROMPTED = re.compile(rf"(?P<opening>{_OPENING})(?P<space>\s*)(?P<closing>{_CLOSING}\s*)?\Z", re.IGNORECASE)
 _MOST_OPENING_CHARACTERS = 32  # of what a prompt may end with
 
 
@@ -28,6 +29,34 @@ def split_thought(text: str) -> tuple[str, str, str]:
 def opened(thought: str) -> str:
     """Return the thought without the mark that begins it."""
     return re.sub(_OPENING, "", thought, count=1, flags=re.IGNORECASE)
+
+
+def prompted_thought(prompt: str) -> str:
+    """Return the begin of a thought, or the empty thought, with which a prompt ends; empty if it has none."""
+    found = _PROMPTED.search(prompt, max(len(prompt) - 2 * _MOST_OPENING_CHARACTERS, 0))
+    return found[0] if found else ""
+
+
+def after_prompted_thought(prompted: str, message: Mapping[str, Any], written: str) -> str:
+    """Return what the target generates after a prompt that begins, or skips, its thought.
+
+    Args:
+        prompted: what `prompted_thought` returns.
+        message: the assistant's, with its thought in a key or in its text.
+        written: the answer as the template writes it after a prompt without `prompted`.
+    """
+    rest = split_thought(written)[2].lstrip()
+    found = _PROMPTED.search(prompted)
+    assert found is not None
+    if found["closing"]:
+        return rest
+    before, mark, after = split_thought(message["content"])
+    if mark:
+        gap = after[: len(after) - len(after.lstrip())]
+        return opened(before.lstrip()).removeprefix(found["space"]) + mark + gap + rest
+    thought = recorded_reasoning(message).strip()
+    closing = f"{found['opening'][0]}/{found['opening'][1:]}{2 * found['space']}"
+    return thought + (found["space"] if thought else "") + closing + rest
 
 
 def without_empty_thought(text: str) -> str:

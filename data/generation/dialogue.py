@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.conversations.boundaries import served_text
 from data.conversations.prompts import with_missing_answers
-from data.conversations.schemas import Conversation
+from data.conversations.schemas import AS_TEXT, FORM, Conversation, as_ids, form_of
 from data.conversations.template import Template, TemplateRefused, decode
 from data.conversations.thoughts import REASONING_KEYS, opened, split_thought, without_empty_thought
 from data.generation.answers import MIN_ANSWER_TOKENS
@@ -62,7 +62,7 @@ class Regenerated:
         stop_token_ids: Collection[int],
         max_tokens: int,
         on_refused: Callable[[tuple[str, str]], None],
-        on_overlong: Callable[[], None],
+        on_overlong: Callable[[], None] = lambda: None,
     ) -> None:
         self.conversation = conversation
         self.name = f"conversation {conversation.id}"
@@ -118,7 +118,11 @@ class Regenerated:
         if ids[-1] not in self._stop_token_ids:
             self._end(CUT)
             return
-        turn = parsed_turn(self.template, self._history, self._prompt, ids)
+        turn: dict[str, Any] | None = as_ids("assistant", ids)
+        if not (form := form_of(messages)):
+            turn = parsed_turn(self.template, self._history, self._prompt, ids)
+        elif form == AS_TEXT:
+            turn = {"role": "assistant", "content": decode(self.template.tokenizer, list(ids)), FORM: form}
         if turn is None:
             self._end(UNREADABLE)
             return
@@ -134,7 +138,7 @@ class Regenerated:
         return len(self._tokens(list(first))) + MIN_ANSWER_TOKENS
 
     def _tokens(self, history: Sequence[dict[str, Any]]) -> list[int]:
-        return self.template.encode(self.template.text(history, add_generation_prompt=True))
+        return self.template.prompt_ids(history)
 
     def _end(self, reason: str | None = None) -> None:
         self.ended = reason

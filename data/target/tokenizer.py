@@ -49,8 +49,8 @@ def check_ids(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], vocab_size
     if largest >= vocab_size:
         token = tokenizer.convert_ids_to_tokens(largest)
         remedy = (
-            f"The tokenizer gives token {largest} ({token!r}), and the model has {vocab_size} tokens: the "
-            "two belong to different models."
+            f"The model has {vocab_size} tokens, and the tokenizer, or a row of token ids, gives token "
+            f"{largest} ({token!r}): the two belong to different models."
         )
         raise UserError("target.model", tokenizer.name_or_path, remedy)
 

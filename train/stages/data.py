@@ -18,6 +18,7 @@ from data.capture.tokens import token_batches, tokens_fingerprint
 from data.conversations.augmentation import AugmentedConversations
 from data.conversations.mixing import mix, print_left_out, remove_tables
 from data.conversations.perturbation import template_source
+from data.conversations.preformatted import SplitText, text_splitter
 from data.conversations.prompts import prompt_messages, render_prompt
 from data.conversations.schemas import Conversation, Conversations
 from data.conversations.template import TemplateRefused, surviving
@@ -131,9 +132,11 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
         own = source == SELF
         return str(directory / SELF_PROMPTS) if own else context.target.located(source, evaluation)
 
-    _try_rendering(data, context.target, located)
+    target = context.target
+    split_text = text_splitter(target.tokenizer, target.template_kwargs, target.eos_token_ids)
+    _try_rendering(data, target, located, split_text)
     num_workers = len(os.sched_getaffinity(0))
-    read = mix(mixture_of(context.config, located), directory, num_workers)
+    read = mix(mixture_of(context.config, located, split_text), directory, num_workers)
     conversations, summary = read.training, read.summary
     prompts = _held_out_prompts(context.config, context.target, read.held_out)
     write_json(directory / "held_out.json", prompts)
@@ -197,11 +200,11 @@ def _choose(directory: Path, limit: int | None, seed: int, vocab_size: int) -> N
     shutil.rmtree(directory / _TOKENIZED)
 
 
-def _try_rendering(data: DataConfig, target: Target, located: Located) -> None:
+def _try_rendering(data: DataConfig, target: Target, located: Located, split_text: SplitText) -> None:
     """Try the template on the first conversations of each source; reading all of them can take long."""
     notes = {
         try_rendering(
-            source.reader(),
+            source.reader(split_text),
             target.tokenizer,
             turns=None if data.regenerate.enabled else data.turns,
             template_kwargs=target.template_kwargs,

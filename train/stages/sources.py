@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from data.conversations.mixing import Mixture, Share
+from data.conversations.preformatted import SplitText
 from data.conversations.reading import Source
 from train.config.compose import CHECKOUT
 from train.config.data import SELF, DataConfig, SourceConfig
@@ -72,7 +73,7 @@ def evaluation_sets(data: DataConfig) -> dict[str, Source]:
     return {name: replace(one, max_malformed_fraction=limit) for name, one in sets.items()}
 
 
-def mixture_of(config: RunConfig, located: Located) -> Mixture:
+def mixture_of(config: RunConfig, located: Located, split_text: SplitText) -> Mixture:
     """Return the sources of a run and how conversations are chosen among theirs."""
     data = config.data
     shares = {name: Share(one.weight, one.max_conversations) for name, one in data.sources.items()}
@@ -85,6 +86,7 @@ def mixture_of(config: RunConfig, located: Located) -> Mixture:
         evaluation_sets(data),
         data.near_duplicates,
         not data.regenerate.enabled,
+        split_text,
     )
 
 

@@ -137,6 +137,11 @@ OPENED = templates.THINKING.replace(
 )
 
 
+PROMPTED = templates.PROMPTED_THINKING.replace("thinking is defined and thinking", "true")
+# As DeepSeek R1's.
+PROMPTED_LINES = PROMPTED.replace("'</think>' + ", "").replace("'<think>' if", "'<think>\\n' if")
+
+
 @pytest.mark.parametrize(
     ("template", "of", "supervised", "notes"),
     [
@@ -169,6 +174,29 @@ OPENED = templates.THINKING.replace(
         (
             templates.PROMPTED_THINKING,
             answered("<think>two two</think>four"),
+            [["four<|im_end|>"]],
+            {LOST_REASONING: 1},
+        ),
+        # The prompt begins a thought, which history leaves out.
+        (PROMPTED, answered("<think>two two</think>four"), [["two two</think>four<|im_end|>"]], {}),
+        (
+            PROMPTED,
+            answered("six", "four", reasoning_content="two"),
+            [["two</think>six<|im_end|>"], ["two</think>four<|im_end|>"]],
+            {REWRITTEN: 1},
+        ),
+        (PROMPTED, answered("four"), [["four<|im_end|>"]], {EMPTY_THOUGHT: 1}),
+        (
+            PROMPTED_LINES,
+            answered("<think>\ntwo\n</think>\n\nsix", {"content": "four", "reasoning_content": "\ntwo\n"}),
+            [["two\n</think>\n\nsix<|im_end|>"], ["two\n</think>\n\nfour<|im_end|>"]],
+            {REWRITTEN: 1},
+        ),
+        (PROMPTED_LINES, answered("four"), [["four<|im_end|>"]], {EMPTY_THOUGHT: 1}),
+        # The prompt skips the thought.
+        (
+            PROMPTED_LINES.replace("<think>\\n'", f"{EMPTY}'".replace("\n", "\\n")),
+            answered("<think>\ntwo\n</think>\n\nfour"),
             [["four<|im_end|>"]],
             {LOST_REASONING: 1},
         ),
@@ -211,8 +239,8 @@ def test_what_history_a_sample_has_is_what_is_served(template):
 
 @pytest.mark.parametrize("argument", ["thinking", "enable_thinking"])
 def test_a_prompt_that_no_answer_follows_is_refused(argument):
-    template = templates.PROMPTED_THINKING.replace("thinking", argument)
-    with pytest.raises(UserError, match="<think>") as caught:
+    template = templates.PROMPTED_THINKING.replace("thinking", argument).replace("'<think>' if", "'think' if")
+    with pytest.raises(UserError, match="think") as caught:
         rendered(template, of=answered("four"), **{argument: True})
     assert caught.value.field == "target.chat_template"
     for remedy in ("data.regenerate.enabled=true", f"kwargs.{argument}=false", "{% generation %}"):

@@ -8,6 +8,7 @@ import pytest
 
 from data.conversations.held_out import first_prompt
 from data.conversations.mixing import LEFT_OUT, MixedConversations, mix, remove_tables
+from data.conversations.preformatted import not_split
 from eagle31.errors import UserError
 from tests.data.conversations.jsonl_files import write_jsonl
 from tests.train.torchrun import composed
@@ -24,7 +25,7 @@ def rows(name: str, number: int) -> list[dict[str, Any]]:
 def read(directory: Path, *settings: str) -> MixedConversations:
     directory.mkdir(exist_ok=True)
     config = composed("any_target", "target.model=x", *settings)
-    return mix(mixture_of(config, lambda source, _: source), directory, num_workers=1)
+    return mix(mixture_of(config, lambda source, _: source, not_split), directory, num_workers=1)
 
 
 def inputs(tmp_path: Path, *settings: str) -> Any:
