@@ -80,7 +80,7 @@ def test_of_prompts_alone_the_first_one_is_shown(tmp_path: Path, target: Path) -
     ("content", "options", "message"),
     [
         (None, [], "data=a.jsonl: "),
-        ('{"text": "q"}', [], "which --prompt-column and --response-column name."),
+        ('{"sentence": "q"}', [], "which --prompt-column and --response-column name."),
         ('{"prompt": "what", "response": "four"}', ["--index", "1"], "--index=1: There are 1 conversations"),
         ('{"prompt": "what", "response": "four"}', ["--template-kwargs", "a"], "--template-kwargs=a: Write"),
     ],
