@@ -28,6 +28,7 @@ from eagle31.errors import UserError
 
 _NUM_SHOWN, _SHOWN_CHARACTERS = 5, 300
 _FIRST_ROWS = 1000  # a source without a conversation among so many is not read to its end
+_MANY_ROWS = 100_000  # from which on a source with too many malformed ones is not read to its end
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,9 @@ class ConversationReader:
             except MalformedRow as reason:
                 left_out = self.left_out if cut else self.malformed
                 left_out.append((where, f"{reason} ({'; '.join(cut)})" if cut else str(reason)))
-                if not self.num_conversations and self.num_rows == _FIRST_ROWS:
+                if self.num_rows == _FIRST_ROWS and not self.num_conversations:
+                    self._check()
+                if len(self.malformed) > self.source.max_malformed_fraction * max(self.num_rows, _MANY_ROWS):
                     self._check()
                 continue
             self.cut.update(cut)

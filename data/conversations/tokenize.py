@@ -1,6 +1,5 @@
 """Tokenizing conversations into an Arrow dataset of token ids and loss masks, in parallel and in order."""
 
-import json
 import math
 import shutil
 import sys
@@ -9,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,11 @@ from data.progress import Progress
 from data.refusals import num_allowed
 from data.target.tokenizer import check_ids
 from eagle31.errors import UserError
+from eagle31.json_files import read_json, replacing, write_json
 
 _REPORT = "report.json"
 _CHUNK_CONVERSATIONS = 64
+BLOCK_CONVERSATIONS = 1 << 14  # whose samples are kept if the run is killed
 _MOST_CUT_AWAY = 0.1  # of the samples, before a run says so
 SAMPLE_SCHEMA = pa.schema(
     {
@@ -118,7 +120,8 @@ def tokenize(
     Args:
         num_workers: the number of processes; 1 uses only this process. Workers are forked, so no process
             group may exist yet.
-        output_dir: must not exist; it appears when it is complete.
+        output_dir: must not exist; it appears when it is complete. A directory next to it has the blocks that
+            a killed run has finished, from which the same conversations and settings resume.
         eos_token_ids: the tokens that end a turn, by default those of the tokenizer and generation config.
         vocab_size: that of the target, which has every token of the data; None: any token is right.
         enough: leaves out the conversations that follow, the same ones for any number of workers.
@@ -137,46 +140,60 @@ def tokenize(
     refused: list[tuple[str, str]] = []
     token_ends(tokenizer, "", [])  # builds its table, which the workers then share
     tokenize_chunk = partial(_tokenize_chunk, settings, conversations)
+    parts = output_dir.with_name(f"{output_dir.name}-parts")
+    parts.mkdir(parents=True, exist_ok=True)
+    done = len([*parts.glob("*.arrow")])
+    if done:
+        state = read_json(parts / f"{done - 1:05}.json")
+        counts, notes = Counter(state["counts"]), Counter(state["notes"])
+        cut_away = Counter({int(length): count for length, count in state["cut_away"].items()})
+        refused = [(id, reason) for id, reason in state["refused"]]
+    starts = range(done * BLOCK_CONVERSATIONS, len(conversations), BLOCK_CONVERSATIONS)
+    remaining = _chunks(starts.start, len(conversations))
+    with (
+        Progress("tokenize", None, "conversations", shown=progress) as bar,
+        surviving(tokenizer),
+        closing(map_in_order(tokenize_chunk, remaining, num_workers)) as chunks,
+    ):
+        bar.skip(counts["num_conversations"])
+        for number, _ in enumerate(starts, start=done):
+            if enough is not None and enough.reached(counts):
+                break
+            part = parts / f"{number:05}.arrow"
+            with replacing(part) as sink, pa.ipc.new_stream(sink, SAMPLE_SCHEMA) as writer:
+                for chunk in islice(chunks, BLOCK_CONVERSATIONS // _CHUNK_CONVERSATIONS):
+                    writer.write_batch(chunk.samples)
+                    counts += chunk.counts
+                    notes += chunk.notes
+                    cut_away += chunk.cut_away
+                    refused += chunk.refused
+                    check_refused(refused, len(conversations))
+                    bar.update(chunk.counts["num_conversations"])
+                    if enough is not None and enough.reached(counts):
+                        break
+                state = {"counts": counts, "notes": notes, "cut_away": cut_away, "refused": refused}
+                write_json(part.with_suffix(".json"), state)  # those of the parts before it, too
+    counts["num_refused"] = len(refused)
+    names = {field.name for field in fields(TokenizeReport)} - {"notes", "template_fingerprint"}
+    report = TokenizeReport(
+        **{name: counts[name] for name in names}, notes=dict(notes), template_fingerprint=fingerprint
+    )
+    _check(report, refused, cut_away, max_tokens, tokenizer)
+    for note, count in notes.items():
+        print(f"data: {count:,} {note}", file=sys.stderr, flush=True)
+    if refused:
+        on_refused(refused)
+    print_markers(report.num_with_markers)
     with _renamed_when_done(output_dir) as directory:
-        # A separate directory, because `datasets` cannot write next to the file that it reads.
-        stream = directory / "stream" / "samples.arrow"
-        stream.parent.mkdir()
-        with (
-            pa.OSFile(str(stream), "wb") as sink,
-            pa.ipc.new_stream(sink, SAMPLE_SCHEMA) as writer,
-            Progress("tokenize", None, "conversations", shown=progress) as bar,
-            surviving(tokenizer),
-            closing(map_in_order(tokenize_chunk, _chunks(len(conversations)), num_workers)) as chunks,
-        ):
-            for chunk in chunks:
-                writer.write_batch(chunk.samples)
-                counts += chunk.counts
-                notes += chunk.notes
-                cut_away += chunk.cut_away
-                refused += chunk.refused
-                check_refused(refused, len(conversations))
-                bar.update(chunk.counts["num_conversations"])
-                if enough is not None and enough.reached(counts):
-                    break
-        counts["num_refused"] = len(refused)
-        names = {field.name for field in fields(TokenizeReport)} - {"notes", "template_fingerprint"}
-        report = TokenizeReport(
-            **{name: counts[name] for name in names}, notes=dict(notes), template_fingerprint=fingerprint
-        )
-        _check(report, refused, cut_away, max_tokens, tokenizer)
-        for note, count in notes.items():
-            print(f"data: {count:,} {note}", file=sys.stderr, flush=True)
-        if refused:
-            on_refused(refused)
-        print_markers(report.num_with_markers)
-        datasets.Dataset.from_file(str(stream)).save_to_disk(str(directory))
-        shutil.rmtree(stream.parent)
-        (directory / _REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n")
+        found = [datasets.Dataset.from_file(str(part)) for part in sorted(parts.glob("*.arrow"))]
+        datasets.concatenate_datasets(found).save_to_disk(str(directory))
+        write_json(directory / _REPORT, asdict(report))
+    shutil.rmtree(parts)
     return report
 
 
-def _chunks(num_conversations: int) -> Iterator[range]:
-    for start in range(0, num_conversations, _CHUNK_CONVERSATIONS):
+def _chunks(first: int, num_conversations: int) -> Iterator[range]:
+    for start in range(first, num_conversations, _CHUNK_CONVERSATIONS):
         yield range(start, min(start + _CHUNK_CONVERSATIONS, num_conversations))
 
 

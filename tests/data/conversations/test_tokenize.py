@@ -5,6 +5,7 @@ from dataclasses import asdict
 import datasets
 import pytest
 
+from data.conversations import tokenize as tokenize_module
 from data.conversations.choices import Turns
 from data.conversations.masks import LOST_REASONING
 from data.conversations.schemas import Conversation
@@ -160,7 +161,7 @@ def test_what_the_template_leaves_out_is_counted(tmp_path, capsys):
 
 
 def test_files_of_a_killed_run_are_removed(tmp_path):
-    (tmp_path / ".out.partial" / "stream").mkdir(parents=True)
+    (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial" / "old.arrow").write_text("half")
     tokenize(
         [conversation("a", "and", "six")],
@@ -170,3 +171,32 @@ def test_files_of_a_killed_run_are_removed(tmp_path):
     )
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert not (tmp_path / "out" / "old.arrow").exists()
+
+
+def test_a_killed_run_resumes_with_the_same_samples(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize_module, "BLOCK_CONVERSATIONS", 128)
+    tokenizer = byte_level_tokenizer(templates.STRICT)
+    data = [conversation(str(i), "what " * (1 + 50 * (i % 2)), "six") for i in range(500)]
+    data[3] = Conversation("bad", ({"role": "assistant", "content": "six"},))
+    whole = tokenize(data, tokenizer, output_dir=tmp_path / "whole", **options(max_tokens=60))
+    render, numbers = tokenize_module.render, []
+
+    def killed(tokenizer, of, **settings):
+        numbers.append(of.id)
+        if len(numbers) == 300:
+            raise KeyboardInterrupt
+        return render(tokenizer, of, **settings)
+
+    monkeypatch.setattr(tokenize_module, "render", killed)
+    with pytest.raises(KeyboardInterrupt):
+        tokenize(data, tokenizer, output_dir=tmp_path / "out", **options(max_tokens=60))
+    numbers.clear()
+    refused = []
+    settings = options(max_tokens=60, on_refused=refused.extend, enough=Enough(500, 1))
+    monkeypatch.setattr(tokenize_module, "render", lambda *a, **k: numbers.append(0) or render(*a, **k))
+    assert tokenize(data, tokenizer, output_dir=tmp_path / "out", **settings) == whole
+    assert len(numbers) == 500 - 256
+    assert [id for id, _ in refused] == ["bad"]
+    both = [datasets.load_from_disk(str(tmp_path / name)).to_list() for name in ("whole", "out")]
+    assert both[0] == both[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
