@@ -38,6 +38,9 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())  # Otherwise the name may outlast a power failure, and the content not.
         os.replace(partial, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk names no file
+        raise
     finally:
         partial.unlink(missing_ok=True)
 

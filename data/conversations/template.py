@@ -16,6 +16,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 from data.conversations.perturbation import UNCHANGED, rewritten, template_source
 from data.conversations.schemas import AS_TEXT, FORM, IDS, form_of, ids_of
 from data.conversations.workers import ProcessKilled
+from data.target.tokenizer import TEMPLATE_FILE
 from eagle31.errors import UserError
 
 FIELD = "target.chat_template"
@@ -151,8 +152,8 @@ class Template:
 
     @property
     def name(self) -> str:
-        """The tokenizer's name in messages."""
-        return _name_of(self.tokenizer)
+        """Its file, or the tokenizer's name, in messages."""
+        return name_of(self.tokenizer)
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
@@ -199,7 +200,7 @@ def surviving(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
             f"A process that renders conversations has ended: {error}. Correct the template, or start the "
             "run on fewer cores (taskset) where the machine has no memory for a process on each."
         )
-        raise UserError(FIELD, _name_of(tokenizer), remedy) from error
+        raise UserError(FIELD, name_of(tokenizer), remedy) from error
 
 
 def uses_generation_markers(tokenizer: PreTrainedTokenizerBase, tools: Tools = None) -> bool:
@@ -244,14 +245,15 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return text
 
 
-def _name_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    return tokenizer.name_or_path or type(tokenizer).__name__
+def name_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return where the template is from, for messages."""
+    return getattr(tokenizer, TEMPLATE_FILE, None) or tokenizer.name_or_path or type(tokenizer).__name__
 
 
 def _require_template(tokenizer: PreTrainedTokenizerBase) -> None:
     if not tokenizer.chat_template:
         remedy = (
-            f"The tokenizer of {_name_of(tokenizer)} has no chat template, as usual for a base model; give "
+            f"The tokenizer of {name_of(tokenizer)} has no chat template, as usual for a base model; give "
             f"a Jinja file with {FIELD}=FILE, such as the template of the model's chat version."
         )
         raise UserError(FIELD, None, remedy)

@@ -270,7 +270,7 @@ def _check(
             f"No sample is left of {report.num_conversations} conversations: none has two assistant tokens "
             "in a row. Look at one with scripts/inspect_data: does the template write the answers?"
         )
-        raise UserError("target.chat_template", tokenizer.name_or_path, remedy)
+        raise UserError("target.chat_template", template.name_of(tokenizer), remedy)
     if num_cut_away <= num_samples * _MOST_CUT_AWAY:
         return
     num_missing = math.ceil(num_samples * (1 - _MOST_CUT_AWAY)) - report.num_samples

@@ -13,6 +13,8 @@ from data.target.remote_code import announce_remote_code
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 
+TEMPLATE_FILE = "chat_template_file"  # the attribute of a tokenizer whose template a file replaces
+
 
 def load_tokenizer(spec: TargetSpec, chat_template_file: str | None = None) -> PreTrainedTokenizerBase:
     """Load the target's tokenizer; `chat_template_file`, if given, replaces its chat template."""
@@ -36,6 +38,7 @@ def load_tokenizer(spec: TargetSpec, chat_template_file: str | None = None) -> P
         if not template.strip():
             raise UserError("target.chat_template", chat_template_file, "The file is empty.")
         tokenizer.chat_template = template
+        setattr(tokenizer, TEMPLATE_FILE, chat_template_file)
     return tokenizer
 
 

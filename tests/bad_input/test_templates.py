@@ -85,7 +85,7 @@ def template_run(name: str, source: str, *says: str) -> Case:
 
 
 RUNS = [
-    template_run("no_answers", "hello", "error: target.chat_template=", "does the template write"),
+    template_run("no_answers", "hello", "error: target.chat_template=t.jinja", "does the template write"),
     run(
         "no_template",
         ("error: target.chat_template=None", "no chat template"),

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 from pathlib import Path
@@ -22,10 +23,10 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
         write_json(path, object())
 
     def full_disk(_: int) -> None:
-        raise OSError("No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(OSError, match="space"):
+    with pytest.raises(OSError, match=r"space.*value\.json"):
         write_json(path, 2)
     assert read_json(path) == 1
     assert os.listdir(tmp_path) == ["value.json"]

@@ -32,10 +32,13 @@ def run_answers(context: RunContext, directory: Path) -> dict[str, Any]:
     prompts = context.artifacts[Stage.data].read("held_out.json")
     sampling = Sampling(config.evaluate.max_new_tokens, target.eos_token_ids, 0.0, config.seed)
     with open_generator(context) as generator:
-        return {
+        summary = {
             name: _answer_prompts(generator, sampling, target, prompts[name], directory / name)
             for name in HELD_OUT
         }
+    for name in HELD_OUT:  # from here on the datasets alone have the answers
+        (directory / name).with_suffix(".jsonl").unlink()
+    return summary
 
 
 def check_answers(answers: Artifact, k: int) -> None:

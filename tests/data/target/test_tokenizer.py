@@ -6,6 +6,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
+from data.conversations.template import name_of
 from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer, tokenizer_fingerprint
 from eagle31.errors import UserError
@@ -25,6 +26,7 @@ def test_a_template_file_replaces_the_template_and_not_the_fingerprint(tmp_path:
     template.write_text("{{ messages }}")
     tokenizer = load_tokenizer(TargetSpec(str(tmp_path)), str(template))
     assert tokenizer.chat_template == "{{ messages }}"
+    assert name_of(tokenizer) == str(template)
     fingerprint = tokenizer_fingerprint(tokenizer)
     tokenizer(["a", "a b"], padding=True, truncation=True, max_length=1)
     assert tokenizer_fingerprint(tokenizer) == fingerprint
