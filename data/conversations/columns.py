@@ -26,7 +26,7 @@ _LISTS = ("messages", "conversations")
 _PROMPTS = ("prompt", "instruction", "question", "query", "problem", "turns")
 _RESPONSES = ("response", "output", "answer", "completion", "solution")
 _FURTHER = ("input", "context")  # what an instruction is about
-_SYSTEMS = ("system", "system_prompt")
+_SYSTEMS = ("system", "system_prompt", "system_message")
 _USED = ("id", "tools", "functions")  # by `to_conversation`
 
 

@@ -17,7 +17,7 @@ from data.conversations.template import FIELD, Template, special_tokens, survivi
 from data.conversations.thoughts import empty_thought_end
 from data.conversations.workers import isolated
 
-MASKS = ("loss_mask", "assistant_masks", "assistant_mask", "completion_mask", "labels")
+MASKS = ("loss_mask", "assistant_masks", "assistant_mask", "completion_mask", "response_mask", "labels")
 _IGNORED = -100  # the label of a token that is not supervised
 _REMEDY = "give messages; for prompts alone, name data.prompt_column=text"
 _QUESTION, _ANSWER = "QUESTION-of-an-example", "ANSWER-of-an-example"

@@ -18,7 +18,9 @@ _ROLES |= dict.fromkeys(("human", "prompter"), "user")
 _ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")
 _ROLES |= dict.fromkeys(("function", "function_response", "observation", "tool_response"), "tool")
 _ROLES |= {"tool_call": _CALL}
-_WEIGHTS = ("weight", "loss", "train", "training")  # keys of a message that is context only if one is 0
+_WEIGHTS = ("weight", "loss", "loss_weight", "train", "training")  # a message is context only if one is 0
+_ZEROS = ("0", "0.0", "false", "no")  # as texts have it
+_TEXTS = ("content", "value", "text")  # keys of a message's text
 _MEDIA = ("image", "video", "audio")  # in the type of a content part
 FORM, AS_TEXT, IDS = "preformatted", "text", "input_ids"  # the key of a message of such a row, and its values
 NO_ANSWER = "there is no assistant turn"
@@ -99,13 +101,14 @@ def with_known_role(message: Any) -> dict[str, Any]:
     key = "role" if "role" in message else "from"
     if key not in message:
         raise MalformedRow(f"a message has neither role nor from, only {listed(message)}")
-    role = message[key]
+    role = message[key].lower() if isinstance(message[key], str) else message[key]
     if not isinstance(role, str) or role not in _ROLES:
-        raise MalformedRow(f"unknown role {_shown(role)}")
-    if key == "role" and _ROLES[role] == role != _CALL:
+        raise MalformedRow(f"unknown role {_shown(message[key])}")
+    if key == "role" and _ROLES[role] == message[key] != _CALL and "content" in message:
         return message
-    others = {name: value for name, value in message.items() if name not in ("role", "from", "value")}
-    found = {"role": _ROLES[role], "content": message.get("value"), **others}
+    text = next((message[name] for name in _TEXTS if message.get(name) is not None), None)
+    others = {name: value for name, value in message.items() if name not in ("role", "from", *_TEXTS)}
+    found = {"role": _ROLES[role], "content": text, **others}
     if found["role"] == _CALL:
         call = found.pop("content")
         calls = parsed_json(call, "a function call") if isinstance(call, str) else call
@@ -203,7 +206,7 @@ def _checked(message: dict[str, Any]) -> dict[str, Any]:
     message = {key: value for key, value in with_known_role(message).items() if value is not None}
     message["content"] = text_of(message.get("content", ""))
     weights = [message.pop(key) for key in _WEIGHTS if key in message]
-    if message["role"] == "assistant" and not all(weights):
+    if message["role"] == "assistant" and any(not one or str(one).lower() in _ZEROS for one in weights):
         message["weight"] = 0
     calls = message.pop("tool_calls", None) or [message.pop(_CALL, None)]
     if calls != [None]:

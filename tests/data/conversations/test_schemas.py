@@ -95,6 +95,9 @@ ASKED = {"prompt_column": "ask", "response_column": "reply"}
             (row, {"require_answer": False, **columns}, expected)
             for row, columns, expected in [
                 ({"turns": ["first", "second"]}, {}, "user first user second"),
+                ({"messages": [{"role": "User", "text": "h"}]}, {}, "user h"),
+                ({"messages": [{"role": "user", "value": "h"}]}, {}, "user h"),
+                ({"system_message": "s", "prompt": "p"}, {}, "system s user p"),
                 ({"prompt": ["first", "second"]}, {}, "user first user second"),
                 ({"prompt": MESSAGES}, {}, "user q assistant a"),
                 ({"prompt": [{"type": "text", "text": "p"}]}, {}, "user p"),
@@ -256,7 +259,8 @@ def test_calls_and_results_of_older_formats_become_those_of_templates(tmp_path):
 
 
 def test_a_turn_of_weight_zero_is_context_only(tmp_path):
-    for key, value in {"weight": 0, "loss": False, "train": False, "training": 0}.items():
+    weights = {"weight": 0.0, "loss": False, "train": "False", "training": "0", "loss_weight": 0}
+    for key, value in weights.items():
         messages = [*MESSAGES, MESSAGES[0] | {key: value}, MESSAGES[1] | {key: value}]
         [one] = Source(write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}])).reader()
         assert list(one.messages) == [*MESSAGES, MESSAGES[0], MESSAGES[1] | {"weight": 0}]
