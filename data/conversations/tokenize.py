@@ -1,12 +1,13 @@
 """Tokenizing conversations into an Arrow dataset of token ids and loss masks, in parallel and in order."""
 
 import math
+import os
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, fields
+from contextlib import closing
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -30,7 +31,6 @@ from data.target.tokenizer import check_ids
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, replacing, write_json
 
-_REPORT = "report.json"
 _CHUNK_CONVERSATIONS = 64
 BLOCK_CONVERSATIONS = 1 << 14  # whose samples are kept if the run is killed
 _MOST_CUT_AWAY = 0.1  # of the samples, before a run says so
@@ -111,7 +111,7 @@ def tokenize(
     progress: bool = False,
     on_refused: Callable[[list[tuple[str, str]]], None] = lambda _: None,
 ) -> TokenizeReport:
-    """Write the samples as a dataset for `datasets.load_from_disk`, with a report.json in its directory.
+    """Write the samples as a dataset for `datasets.load_from_disk`.
 
     The columns are id (str), input_ids (int32 [N]), loss_mask (bool [N]) and num_prompt_tokens (int64, the
     index of the assistant's first token). The order is that of the conversations for any number of workers,
@@ -120,7 +120,7 @@ def tokenize(
     Args:
         num_workers: the number of processes; 1 uses only this process. Workers are forked, so no process
             group may exist yet.
-        output_dir: must not exist; it appears when it is complete. A directory next to it has the blocks that
+        output_dir: it is replaced when everything is complete. A directory next to it has the blocks that
             a killed run has finished, from which the same conversations and settings resume.
         eos_token_ids: the tokens that end a turn, by default those of the tokenizer and generation config.
         vocab_size: that of the target, which has every token of the data; None: any token is right.
@@ -132,7 +132,6 @@ def tokenize(
         UserError: the template cannot be used or refuses too many conversations, the target lacks a token, or
             no sample is left.
     """
-    assert not output_dir.exists(), output_dir
     eos_token_ids = template.eos_token_ids(tokenizer) if eos_token_ids is None else eos_token_ids
     settings = _Settings(tokenizer, turns, template_kwargs, frozenset(eos_token_ids), max_tokens, vocab_size)
     fingerprint = template_fingerprint(tokenizer, template_kwargs)
@@ -184,10 +183,8 @@ def tokenize(
     if refused:
         on_refused(refused)
     print_markers(report.num_with_markers)
-    with _renamed_when_done(output_dir) as directory:
-        found = [datasets.Dataset.from_file(str(part)) for part in sorted(parts.glob("*.arrow"))]
-        datasets.concatenate_datasets(found).save_to_disk(str(directory))
-        write_json(directory / _REPORT, asdict(report))
+    found = [datasets.Dataset.from_file(str(part)) for part in sorted(parts.glob("*.arrow"))]
+    save_dataset(datasets.concatenate_datasets(found), output_dir)
     shutil.rmtree(parts)
     return report
 
@@ -301,14 +298,10 @@ def check_refused(refused: list[tuple[str, str]], num_conversations: int) -> Non
         )
 
 
-@contextmanager
-def _renamed_when_done(output_dir: Path) -> Iterator[Path]:
-    """Yield a temporary directory next to `output_dir`; rename it at the end, or remove it after an error."""
-    directory = output_dir.with_name(f".{output_dir.name}.partial")
-    shutil.rmtree(directory, ignore_errors=True)  # left by a killed run
-    directory.mkdir(parents=True)
-    try:
-        yield directory
-        directory.rename(output_dir)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+def save_dataset(dataset: datasets.Dataset, directory: Path) -> None:
+    """Save the dataset to a temporary directory, which then replaces `directory`."""
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    dataset.save_to_disk(str(partial))
+    shutil.rmtree(directory, ignore_errors=True)
+    os.replace(partial, directory)

@@ -6,6 +6,7 @@ from typing import Any
 import pyarrow as pa
 from datasets import Dataset
 
+from data.conversations.tokenize import save_dataset
 from data.generation.answers import MIN_ANSWER_TOKENS, AnswerGenerator, answer_prompts, record_batch
 from data.sampling import Sampling
 from eagle31.errors import UserError
@@ -13,7 +14,7 @@ from train.artifact import Artifact
 from train.config.run import Stage
 from train.context import RunContext
 from train.engines.inputs import completion_inputs
-from train.stages.data import HELD_OUT, HELD_OUT_INPUTS, open_generator, save_dataset
+from train.stages.data import HELD_OUT, HELD_OUT_INPUTS, open_generator
 from train.target import Target
 
 

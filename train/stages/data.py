@@ -22,7 +22,7 @@ from data.conversations.preformatted import SplitText, text_splitter
 from data.conversations.prompts import prompt_messages, render_prompt
 from data.conversations.schemas import Conversation, Conversations
 from data.conversations.template import TemplateRefused, surviving
-from data.conversations.tokenize import Enough, check_refused, tokenize
+from data.conversations.tokenize import Enough, check_refused, save_dataset, tokenize
 from data.conversations.trial import try_rendering
 from data.conversations.workers import isolated
 from data.generation.answers import AnswerGenerator
@@ -154,8 +154,6 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
         for path in blocks.glob("*.arrow"):  # the answers stay, which cost more
             path.unlink()
     else:
-        # A run that was killed before the stage finished may have left it.
-        shutil.rmtree(directory / _TOKENIZED, ignore_errors=True)
         enough = None
         if limit is not None and len(conversations) > max(limit, COUNTED_CONVERSATIONS):
             # As many conversations as samples, where one has several: samples of all kinds are chosen later.
@@ -356,12 +354,3 @@ def _sizes(dataset: Dataset) -> dict[str, int]:
         "num_tokens": num_tokens,
         "num_supervised_tokens": num_supervised_tokens,
     }
-
-
-def save_dataset(dataset: Dataset, directory: Path) -> None:
-    """Save the dataset to a temporary directory, which then replaces `directory`."""
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    dataset.save_to_disk(str(partial))
-    shutil.rmtree(directory, ignore_errors=True)
-    os.replace(partial, directory)

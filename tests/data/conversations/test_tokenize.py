@@ -1,6 +1,4 @@
-import json
 import re
-from dataclasses import asdict
 
 import datasets
 import pytest
@@ -52,7 +50,6 @@ def test_the_dataset_and_its_report(tmp_path):
         notes={},
         template_fingerprint=template_fingerprint(tokenizer, {}),
     )
-    assert json.loads((tmp_path / "out" / "report.json").read_text()) == asdict(report)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
