@@ -110,7 +110,7 @@ def check_head(capture: HiddenStateCapture, head: TargetHead) -> None:
         )
         raise UserError("target.model", capture.model.config._name_or_path, remedy)
     error = float((ours - theirs).abs().max() / theirs.abs().max())
-    if not error <= head_tolerance(head):
+    if not error <= head_tolerance(head.weight.dtype, capture.dtype):
         remedy = (
             f"The logits of {type(capture.model).__name__} differ from lm_head(norm(state)) by {error:.1%} "
             "of the largest: it scales or caps them, which is not supported; choose another target."
@@ -118,6 +118,6 @@ def check_head(capture: HiddenStateCapture, head: TargetHead) -> None:
         raise UserError("target.model", capture.model.config._name_or_path, remedy)
 
 
-def head_tolerance(head: TargetHead) -> float:
-    """Return by how much of the largest the logits of two computations of the head may differ."""
-    return 1e-3 if head.weight.dtype == torch.float32 else 5e-2
+def head_tolerance(*dtypes: torch.dtype) -> float:
+    """Return by how much of the largest the logits of computations in these dtypes may differ."""
+    return 1e-3 if all(dtype == torch.float32 for dtype in dtypes) else 5e-2

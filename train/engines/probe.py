@@ -109,7 +109,7 @@ async def probe_states(server: VllmClient, transport: Transport, key: str, head:
         logits = head(sample.final_hidden_states[compared].to(head.weight.device)).float().cpu()
     ours = logits.log_softmax(-1).gather(1, compared[:, None] + 1)[:, 0]
     difference = float((ours - theirs).abs().max() / theirs.abs().max())
-    if not difference <= head_tolerance(head):
+    if not difference <= head_tolerance(head.weight.dtype, sample.final_hidden_states.dtype):
         remedy = (
             f"It gives tokens log-probabilities that differ by {difference:.1%} of the largest from those of "
             "the target's head on its states: they are not the states that its head reads. Set capture=hf or "

@@ -266,7 +266,7 @@ def test_too_small_a_disk_is_refused_before_it_starts(
     needed = estimate_bytes(dataset_rows(make_dataset()), capture, CODEC)
     usage = namedtuple("usage", "free")
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(needed - 1))
-    with pytest.raises(UserError, match=r"capture\.max_samples, or set capture\.mode=online"):
+    with pytest.raises(UserError, match=r"data\.max_samples, or set capture\.mode=online"):
         _capture(capture, tmp_path)
     assert not hasattr(capture, "batches")
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(needed))

@@ -1,3 +1,4 @@
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,8 @@ def test_head_check_finds_scaled_logits(tmp_path: Path) -> None:
     head = TargetHead(capture.modules.final_norm, capture.modules.lm_head)
     with pytest.raises(UserError, match="CohereForCausalLM differ"):
         check_head(capture, head)
+
+
+def test_the_head_may_be_in_float32_where_the_target_is_in_bfloat16(tmp_path: Path) -> None:
+    capture = make_capture(TargetSpec(save_target(tmp_path).model, dtype="bfloat16"), (0, 1))
+    check_head(capture, deepcopy(TargetHead(capture.modules.final_norm, capture.modules.lm_head)).float())
