@@ -33,7 +33,6 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.model.vocab import DraftVocab
 from eagle31.training.batch import PackedBatch
-from scripts.bench.long_target import ensure_long_target, write_conversations
 from scripts.bench.peers import PEERS, ROOT, drafter_spec, find_python
 from train.artifact import Artifact
 from train.config.compose import composed
@@ -156,31 +155,6 @@ def prepare_data(arguments: argparse.Namespace, *extra: str) -> Data:
         )
         overrides.append(f"target.model={setup.stdout.strip()}")
     data = Data(directory, (*overrides, *extra, *arguments.set))
-    data.run(stages=SHARED)
-    return data
-
-
-def prepare_long_data(directory: Path, tokens: int, extra: Sequence[str]) -> Data:
-    """Return data as `prepare_data`, of the target that needs its context.
-
-    Args:
-        directory: of all lengths.
-        tokens: of the longest conversations that drafters are trained on.
-    """
-    target = ensure_long_target()
-    train = directory / f"train_{tokens}.jsonl"
-    write_conversations(train, tokens)
-    overrides = ["recipe=quickstart", f"output_dir={directory / str(tokens)}", f"target.model={target.model}"]
-    overrides += [f"data.train={train}", f"data.eval={target.held_out}", "data.num_validation=4"]
-    # Each step has as many tokens for every length, of which about as many are supervised.
-    overrides += ["data.num_test=4", "data.max_tokens=8704", "train.row_tokens=8704"]
-    overrides += [
-        "train.max_steps=1000",
-        "train.max_drafts_per_row=1024",
-        "data.max_samples=null",
-        "drafter.draft_vocab_size=null",
-    ]
-    data = Data(directory / str(tokens), (*overrides, *extra))
     data.run(stages=SHARED)
     return data
 

@@ -1,29 +1,18 @@
 """Each benchmark runs on something tiny, and its figures follow from what it measured."""
 
-import random
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from data.conversations.perturbation import PromptSetting
-from data.conversations.prompts import render_prompt
 from data.embedded.target import EmbeddedTarget
 from scripts.bench import step_inputs
-from scripts.bench.long_target import (
-    CHAT_WORDS,
-    LongTargetSettings,
-    conversation,
-    likely_word,
-    shuffled_words,
-)
 from scripts.bench.peers import PEERS
+from tests.data.conversations.jsonl_files import write_jsonl
 from tests.runs.here import run_command
 from tests.scripts.bench.commands import command
 from tests.train.conftest import small_target
-from train.evaluation.matrix import Cell
 
 __all__ = ["small_target"]  # the fixture
 TINY = step_inputs.Shape("tiny", "chat", 256, 64, 4, 2, 16, 96, 512, 128, num_steps=2)
@@ -102,38 +91,6 @@ def test_quality_says_when_each_side_has_what_the_better_peer_has_at_its_end() -
     assert quality.at_the_end(list(sides))[3] == ["eagle31", "chat", *["3.00 (3.00-3.00)"] * 4]
 
 
-def test_the_study_of_long_contexts_counts_what_is_as_learned_and_compares_the_same_training() -> None:
-    study = command("study")
-    tokenizer, rng = LongTargetSettings().new_tokenizer([]), random.Random(3)
-    prompts, completions = [], []
-    for number in range(4):
-        messages = conversation(shuffled_words(rng), rng, 300, "")["messages"][:3]
-        *question, answer = [dict(one) for one in messages]
-        prompts.append(render_prompt(tokenizer, question, None, {}))
-        words = answer["content"].split()
-        if number == 0:
-            words[2] = words[1]
-        completions.append(tokenizer(" ".join([*words, "<|end|>"]))["input_ids"])
-    cell = Cell("records", PromptSetting(), tuple("0123"), tuple(prompts), tuple(completions))
-    words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    assert study.learned_fraction(cell, words) == 3 / 4
-    text = CHAT_WORDS[:2]
-    text += [likely_word(*text), CHAT_WORDS[9]]
-    chat = replace(
-        cell,
-        domain="chat",
-        completions=([tokenizer.convert_tokens_to_ids(text)[i] for i in (0, 1, 2, 3, 3)],) * 4,
-    )
-    assert study.learned_fraction(chat, words) == 1 / 2
-
-    runs = {
-        f"{name}, trained on 512": {"lengths": [value] * 3}
-        for name, value in (("eagle3", 2.0), ("eagle3.1", 3.0))
-    }
-    table = study.context_tables([{"domain": "records", "tokens": 256, "learned": 0.5, "runs": runs}])
-    assert "| divided by eagle3's | 1.50 (1.50-1.50) |" in table
-
-
 @pytest.mark.full("trains drafters, and the targets where they are missing")
 def test_study_and_quality_train_and_measure(tmp_path: Path) -> None:
     small = ("--set", "train.max_steps=4", "data.num_test=4", "data.max_samples=60")
@@ -141,8 +98,22 @@ def test_study_and_quality_train_and_measure(tmp_path: Path) -> None:
         "study", "--sides", "eagle3", "eagle3.1", "--equal-minutes", "--seeds", "0", *small, cwd=tmp_path
     )
     assert "| eagle3 | 4 |" in found
-    long = ("--long", "--seeds", "0", "--set", "train.max_steps=10", "train.ttt_steps=1")
-    assert "| divided by eagle3's | 1." in run("study", *long, cwd=tmp_path)
+    held_out = write_jsonl(
+        tmp_path / "held_out.jsonl", [{"prompt": f"Write a function for {n}."} for n in range(6)]
+    )
+    options = (
+        "--target",
+        "embedded",
+        "--seeds",
+        "0",
+        "--held-out",
+        held_out,
+        "--plot",
+        tmp_path / "claims.png",
+    )
+    table = run("claims", *options, *small, cwd=tmp_path)
+    assert "no template, no first token" in table
+    assert "eagle3.1-2steps: state RMS" in table
     picture = tmp_path / "quality.png"
     options = ("--sides", "eagle31", "--seeds", "0", "--plot", picture, *small)
     assert "eagle31, 4 steps" in run("quality", *options, cwd=tmp_path)
