@@ -23,7 +23,7 @@ from train.report.results import (
     position_table,
     speed_table,
     training_facts,
-    untrained_warning,
+    warnings_of,
 )
 
 CARD = "README.md"
@@ -71,7 +71,7 @@ def model_card(
         front_matter=_front_matter(run_info),
         variant="EAGLE 3.1" if config["fc_norm"] and config["norm_output"] else "EAGLE 3",
         target=target_name(run_info),
-        warning=untrained_warning(run_info),
+        warnings=warnings_of(evaluation, run_info),
         evaluation=evaluation,
         results=_table(*acceptance_table(evaluation)) if evaluation else "",
         positions=_table(*position_table(evaluation)) if evaluation else "",

@@ -162,6 +162,19 @@ def test_a_damaged_export_is_not_pushed(
     assert not hub.commits
 
 
+def test_a_run_with_warnings_is_pushed_by_force_and_its_card_has_them(
+    hub: Hub, push: Push, finished: Path
+) -> None:
+    known = read_json(finished / "report" / "metrics.json")
+    known["evaluation"]["decoding"]["replay"]["num_different"] = 1
+    write_json(finished / "report" / "metrics.json", known)
+    status, _, said = push(finished, "--repo", REPO)
+    assert (status, hub.commits) == (2, [])
+    assert "cannot be trusted" in said
+    assert push(finished, "--repo", REPO, "--force")[0] == 0
+    assert b"> **Warning.** Decoding drafted other tokens" in hub.commits[0][1]["README.md"]
+
+
 @pytest.mark.parametrize(("refusal", "remedy"), [(403, "no write access"), (500, "Nothing was committed")])
 def test_a_refusal_of_the_hub_is_the_users_to_mend(
     hub: Hub, push: Push, finished: Path, refusal: int, remedy: str
