@@ -4,12 +4,15 @@ import json
 import math
 import os
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,11 @@ from eagle31.kernels.packed_attention import take_flash_attention_3
 POLL_SECONDS = 0.5
 WAIT_SECONDS = 7200.0  # for what the other ranks do before there is a process group
 _LONGEST_PAUSE = 5.0
-_FAILURE = "failure"  # a value that the ranks share
+BEAT_SECONDS = 10.0  # between two signs of life of a rank
+SILENT_SECONDS = 60.0  # without one before a rank counts as lost
+START_SECONDS = 600.0  # for a rank's first one, which follows imports from a shared file system
+_FAILURE, _BEAT, _ENDED = "failure", "beat", "ended"  # values that the ranks share
+_ending = threading.Event()  # this process no longer watches the others
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _STORE_SECONDS = 60.0  # time to reach torchrun's store
 
@@ -92,7 +99,7 @@ def shared_values() -> dist.Store:
 
     It exists before the process group does. Without torchrun it is this process's own.
     """
-    if "MASTER_ADDR" not in os.environ:
+    if "RANK" not in os.environ:
         return dist.HashStore()
     # With the same function as `init_process_group`, so that both agree about who serves it.
     store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_STORE_SECONDS)))
@@ -102,10 +109,54 @@ def shared_values() -> dist.Store:
 
 def post_failure(error: Exception, world: World) -> None:
     """Tell the other processes, which may wait for this one, what ends it. The first failure counts."""
+    _ending.set()
     with suppress(RuntimeError):  # the store ends with the process that serves it
-        if world.size > 1 and not shared_values().check([_FAILURE]):
+        if world.size > 1:
             rank = f"rank {world.rank} on {socket.gethostname()}"
-            shared_values().set(_FAILURE, json.dumps([rank, type(error).__name__, str(error)]))
+            _post(shared_values(), rank, type(error).__name__, str(error))
+
+
+def _post(values: dist.Store, field: str, value: str, remedy: str) -> None:
+    values.compare_set(_FAILURE, "", json.dumps([field, value, remedy]))
+
+
+def watch_ranks(world: World) -> None:
+    """Begin to show the other ranks that this one lives, and to end this process once another one is lost.
+
+    torchrun ends the processes of a node of which one fails, and not those of the other nodes. A rank that
+    waits in a collective for a process that was killed, or whose node is gone, would wait for hours.
+    """
+    if world.size > 1:
+        # Of this thread, because an operation of the other one may take long.
+        values = shared_values().clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+        threading.Thread(target=_watch, args=(world, values), daemon=True).start()
+
+
+def _watch(world: World, values: dist.Store) -> None:
+    try:
+        values.set_timeout(timedelta(seconds=SILENT_SECONDS))
+        seen = dict.fromkeys(range(1, world.size), (b"", time.monotonic())) if world.is_main else {}
+        for beat in count():
+            values.set(f"{_BEAT}/{world.rank}", str(beat))
+            for rank, (last, since) in seen.items():
+                name = f"{_BEAT}/{rank}"
+                now = values.get(name) if values.check([name]) else b""
+                if now not in (last, _ENDED.encode()):
+                    seen[rank] = now, time.monotonic()
+                elif now == last and time.monotonic() - since > (SILENT_SECONDS if last else START_SECONDS):
+                    silent = f"silent for {time.monotonic() - since:.0f} s"
+                    _post(values, f"rank {rank}", silent, "Its process or node is gone; see what it printed.")
+            if values.check([_FAILURE]):
+                error = UserError(*json.loads(values.get(_FAILURE)))
+                break
+            if _ending.wait(BEAT_SECONDS):
+                return
+    except RuntimeError as gone:  # its store
+        error = UserError("rank 0", "its node is gone", str(gone).partition("\n")[0])
+    # Meanwhile a wait, or a collective that notices, ends the process and closes what it has started.
+    if not _ending.wait(BEAT_SECONDS):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def _wait_until(done: Callable[[], bool], limit_seconds: float, what: str) -> None:
@@ -205,7 +256,11 @@ def gathered(value: Any, world: World) -> list[Any]:
     ]
 
 
-def leave_process_group() -> None:
-    """Destroy the process group if there is one."""
+def leave_ranks(world: World) -> None:
+    """Destroy the process group if there is one; the other ranks no longer expect this one."""
+    _ending.set()
     if dist.is_initialized():
         dist.destroy_process_group()
+    if world.size > 1:
+        with suppress(RuntimeError):  # the store ends with the process that serves it
+            shared_values().set(f"{_BEAT}/{world.rank}", _ENDED)

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from train.config.compose import compose_config, composed, parse_arguments
-from train.distributed import World, leave_process_group, post_failure
+from train.distributed import World, leave_ranks, post_failure, watch_ranks
 from train.stop import Stopped
 
 
@@ -23,16 +23,18 @@ def main() -> None:
     if arguments.cfg:
         print(OmegaConf.to_yaml(compose_config(arguments.overrides)), end="")
         return
-    config, world = composed(arguments.overrides), World.from_environment()
-    # Only now: this import takes seconds, which a mistake in the configuration need not wait for.
-    pause_collection()
-    from train.pipeline import run_pipeline
-
-    resume_collection()
+    world = World.from_environment()
     try:
+        config = composed(arguments.overrides)
+        watch_ranks(world)
+        # Only now: this import takes seconds, which a mistake in the configuration need not wait for.
+        pause_collection()
+        from train.pipeline import run_pipeline
+
+        resume_collection()
         run_pipeline(config, world, arguments.overrides)
     except Stopped:
-        leave_process_group()
+        leave_ranks(world)
         raise
     except KeyboardInterrupt:
         if world.is_main:
@@ -42,7 +44,7 @@ def main() -> None:
         post_failure(error, world)
         raise
     # Not after an error: it could wait for ranks that have ended, or fail, and hide that error.
-    leave_process_group()
+    leave_ranks(world)
 
 
 if __name__ == "__main__":

@@ -109,9 +109,7 @@ def run_pipeline(config: RunConfig, world: World, given: Sequence[str] = ()) -> 
         else:
             try:
                 run_stages(context)
-            except Stopped as stopped:
-                if world.is_main:
-                    stopped.write(context.output_dir)
+            except Stopped:
                 wait_for(context.output_dir / STOPPED_FILE)  # torchrun ends all ranks as soon as one ends
                 raise
 
@@ -155,6 +153,10 @@ def run_stages(context: RunContext) -> None:
             end_engines(context, unfinished)
             if world.is_main:
                 conclude(context, stage)
+    except Stopped as stopped:
+        if world.is_main:  # before the engines end, which takes time that may be up
+            stopped.write(context.output_dir)
+        raise
     finally:
         context.servers.close()
         context.torchspec.close(together=False)

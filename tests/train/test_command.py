@@ -67,7 +67,7 @@ def test_what_the_machine_refuses_is_a_message_with_the_file() -> None:
 def test_the_end_of_the_ranks_does_not_replace_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distributed, "leave_process_group", lambda: pytest.fail("it waits for the ranks"))
+    monkeypatch.setattr(distributed, "leave_ranks", lambda _: pytest.fail("it waits for the ranks"))
     (tmp_path / "file").touch()
     settings = ["target.model=a/b", "data.train=c/d", f"output_dir={tmp_path}/file/run"]
     outcome = run_command("train/main.py", "recipe=any_target", *settings)

@@ -1,5 +1,9 @@
 """What a process of a run does before the others are known."""
 
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -8,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from eagle31.errors import UserError
+from tests.runs.forked import ROOT
 from train import distributed
 from train.distributed import World, post_failure, read_when_set, wait_for, wait_for_ranks
 from train.pipeline import check_same_inputs
@@ -54,6 +59,26 @@ def test_a_wait_for_a_lost_rank_has_a_limit(values: dist.Store, monkeypatch: pyt
     monkeypatch.setattr(distributed, "WAIT_SECONDS", 0.0)
     with pytest.raises(UserError, match="opened=not there after 0 s: Another process of this run is lost"):
         wait_for_ranks("opened", World(rank=0, local_rank=0, size=2))
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"), [(1, "error: rank 1=silent for"), (0, "error: rank 0=its node is gone")]
+)
+def test_a_node_that_dies_ends_the_others(lost: int, said: str, tmp_path: Path) -> None:
+    worker = Path(__file__).with_name("lost_rank_worker.py")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    nodes = []
+    for rank in range(2):
+        node = ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", "127.0.0.1"]
+        command = [sys.executable, "-m", "torch.distributed.run", *node, "--master-port", port, worker, lost]
+        with (tmp_path / f"{rank}.log").open("w") as log:
+            nodes.append(
+                subprocess.Popen([*map(str, command)], stderr=log, env=os.environ | {"PYTHONPATH": str(ROOT)})
+            )
+    assert [node.wait(timeout=100) for node in nodes] == [1, 1]
+    assert said in (tmp_path / f"{1 - lost}.log").read_text()
 
 
 def test_ranks_with_other_files_are_refused_with_what_differs() -> None:

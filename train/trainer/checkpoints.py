@@ -42,6 +42,7 @@ class TrainState:
     step: int = 0  # optimizer steps done
     best_step: int | None = None
     best_acceptance_length: float = 0.0  # the mean over the sets that validation has
+    validated_step: int | None = None  # the last step that was validated
     supervised_positions: int = 0  # trained on so far, over all ranks
     step_seconds: float = 0.0  # of the steps and their waits for data, up to the last record of metrics
     skipped_steps: int = 0

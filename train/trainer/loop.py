@@ -89,13 +89,16 @@ class TrainingLoop:
         validate = Action(settings.validate_every, self._validate)
         with self.bar:
             self.rows.loader.read_ahead(state.step)
-            if state.best_step is None:
+            if state.best_step is None or (
+                state.step % settings.validate_every == 0 and state.validated_step != state.step
+            ):
                 self._validate()
             while state.step < settings.max_steps:
                 due = [one for one in (log, validate, save) if self._is_due(one)]
                 stop = self._step(with_metrics=log in due, stop=stop_reason() is not None)
-                if stop and save not in due:
-                    due.append(save)
+                if stop and state.step < settings.max_steps:
+                    # There may be no time to validate; the run that resumes does it first.
+                    due = [*(one for one in due if one is log), save]
                 self._report_skipped(wait=bool(due))
                 if self.skipped.num_in_a_row and not stop:
                     # The weights may be useless; they must not replace good ones.
@@ -169,6 +172,7 @@ class TrainingLoop:
                 "seconds": time.perf_counter() - started,
             }
             self.tracker.log({"kind": "validation", "step": state.step} | record)
+            state.validated_step = state.step
             # On a tie the later one, which has been trained for longer, is better.
             best = state.best_step is None or chosen.acceptance_length >= state.best_acceptance_length
             if best and not self.skipped.num_in_a_row:

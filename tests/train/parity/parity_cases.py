@@ -38,7 +38,7 @@ from tests.shared import TRAINING_CODE, make_cached
 from train.config.compose import composed
 from train.config.run import RunConfig
 from train.context import RunContext
-from train.distributed import World, leave_process_group
+from train.distributed import World, leave_ranks
 from train.drafter.build import initialize as initialize_drafter
 from train.pipeline import run_pipeline
 
@@ -299,4 +299,4 @@ if __name__ == "__main__":
     # Starting a process for each reload would take as long as some of the runs.
     for case_name in sys.argv[5:]:
         train_case(case_name, where, *lengths)
-    leave_process_group()
+    leave_ranks(World.from_environment())

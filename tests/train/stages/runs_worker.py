@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from eagle31.errors import UserError
 from train.config.compose import composed
-from train.distributed import World, leave_process_group
+from train.distributed import World, leave_ranks
 from train.pipeline import run_pipeline
 
 
@@ -20,7 +20,7 @@ def main() -> None:
             run_pipeline(composed(arguments), World.from_environment())
         except UserError as error:
             print(f"refused: {error}", flush=True)
-    leave_process_group()
+    leave_ranks(World.from_environment())
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from tests.train.trainer.tiny_engines import (
     new_engine,
     random_source,
 )
-from train.distributed import World, gathered, leave_process_group
+from train.distributed import World, gathered, leave_ranks
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.engine import ensure_process_group
 from train.trainer.loop import optimizer_step
@@ -145,7 +145,7 @@ def main() -> None:
         results[name] = action(Path(task.pop("directory")), task, world)
     if world.is_main:
         file.with_suffix(".results.json").write_text(json.dumps(results))
-    leave_process_group()
+    leave_ranks(world)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from tests.train.trainer.tiny_engines import (
     new_engine,
     random_source,
 )
-from train.distributed import World, leave_process_group, sum_over_ranks, wait_for_ranks
+from train.distributed import World, leave_ranks, sum_over_ranks, wait_for_ranks
 from train.tracking import flatten_metrics
 from train.trainer import engine as engine_module
 from train.trainer.engine import RowGroups, ensure_process_group, full_state, row_groups
@@ -204,7 +204,7 @@ def main() -> None:
         results["muon-bf16-offload-zero3"] = losses_at(3, True, world, matrix_lr=MATRIX_LR, offload=True)
     if world.is_main:
         Path(sys.argv[1]).write_text(json.dumps(results))
-    leave_process_group()
+    leave_ranks(world)
 
 
 if __name__ == "__main__":

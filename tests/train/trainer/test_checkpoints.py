@@ -66,7 +66,7 @@ class Loop(TrainingLoop):
         return stop
 
     def _validate(self) -> None:
-        self.state.best_step = self.state.step
+        self.state.best_step = self.state.validated_step = self.state.step
 
 
 @pytest.fixture
@@ -190,6 +190,21 @@ def test_a_stop_waits_for_both_checkpoints(tmp_path: Path, may_write: Event) -> 
     with pytest.raises(Stopped):
         Loop(saved, state, 8).run(stop_reason)
     assert saved.steps() == [2, 3]
+
+
+def test_a_stop_saves_and_the_run_that_resumes_validates(tmp_path: Path) -> None:
+    saved, state = CheckpointDirectory(tmp_path, 2, WORLD), TrainState(best_step=0, validated_step=0)
+    loop = Loop(saved, state, 8)
+    loop.settings = replace(loop.settings, validate_every=3)
+    with pytest.raises(Stopped):
+        loop.run(lambda: "SIGTERM" if state.step == 2 else None)
+    resumed = saved.resume(Engine())  # type: ignore[arg-type]
+    assert (resumed.step, resumed.validated_step) == (3, 0)
+    after = Loop(saved, resumed, 8)
+    after.settings = loop.settings
+    with pytest.raises(Stopped):
+        after.run(lambda: "SIGTERM")
+    assert (resumed.step, resumed.validated_step) == (4, 3)
 
 
 def test_the_loop_finishes_checkpoints_as_it_logs_and_at_its_end(tmp_path: Path) -> None:

@@ -1,0 +1,18 @@
+"""Ranks of which one, RANK, dies without a word: torchrun lost_rank_worker.py RANK"""
+
+import os
+import signal
+import sys
+import time
+
+from train import distributed
+from train.distributed import World, wait_for_ranks, watch_ranks
+
+distributed.BEAT_SECONDS, distributed.SILENT_SECONDS = 0.2, 2.0
+world = World.from_environment()
+watch_ranks(world)
+wait_for_ranks("begun", world)
+time.sleep(1.0)
+if world.rank == int(sys.argv[1]):
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(120)  # as in a collective
