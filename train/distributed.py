@@ -76,6 +76,9 @@ class World:
         engines would inherit it: a store that registers their memory would then read what is elsewhere.
         """
         if self.device.type == "cuda":
+            if self.local_rank >= torch.cuda.device_count():
+                remedy = f"This node has {torch.cuda.device_count()} GPUs, and each process needs one."
+                raise UserError("torchrun --nproc-per-node", self.ranks_per_node, remedy)
             torch.cuda.set_device(self.device)
             if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
                 torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from scripts.bench.peers import PEERS, ROOT, drafter_spec, find_python
 from train.artifact import Artifact
 from train.config.compose import composed
 from train.config.run import Stage
+from train.config.training import Precision
 from train.context import RunContext
 from train.distributed import World
 from train.drafter.published import open_published
@@ -306,14 +307,15 @@ def measured(
 
 
 def loaded(context: RunContext, side: Side, kept: Kept) -> tuple[Drafter, FrozenParts]:
-    """Return the drafter of a checkpoint."""
+    """Return the drafter of a checkpoint, in float32."""
     parts, artifacts = context.target.parts, context.artifacts
     if side.is_peer:
         found = open_published(Path(kept.checkpoint), parts, None, "checkpoint")
         return found.drafter, FrozenParts(found.embed_tokens, parts.head, found.draft_target_ids, None)
     vocab = load_vocab(artifacts[Stage.vocab])
     projected = load_projected(artifacts[Stage.train].directory)
-    drafter, frozen = new_drafter(context.config, context.drafter, vocab, projected, _CPU)
+    config = replace(context.config, deepspeed=replace(context.config.deepspeed, precision=Precision.fp32))
+    drafter, frozen = new_drafter(config, context.drafter, vocab, projected, _CPU)
     drafter.load_state_dict(load_weights(kept.checkpoint))
     return drafter, frozen
 

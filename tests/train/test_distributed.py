@@ -24,6 +24,7 @@ def test_segments_expand_unless_the_user_has_configured_the_allocator(
 ) -> None:
     settings = Mock()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", Mock())
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
@@ -32,6 +33,8 @@ def test_segments_expand_unless_the_user_has_configured_the_allocator(
         monkeypatch.setenv(variable, "max_split_size_mb:512")
     World(rank=1, local_rank=1, size=2).use_device()
     assert settings.call_args_list == ([] if variable else [(("expandable_segments:True",),)])
+    with pytest.raises(UserError, match=r"--nproc-per-node=3: This node has 2 GPUs"):
+        World(rank=2, local_rank=2, size=3).use_device()
 
 
 @pytest.fixture

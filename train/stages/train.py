@@ -178,12 +178,15 @@ def loop_settings(
     assert optim.lr is not None
     decay_start = max(max_steps - math.ceil(_DECAY_FRACTION * max_steps), state.continued_at)
     steps = max_steps - state.continued_at
+    warmup_steps = math.ceil(optim.warmup_fraction * max_steps)
+    if state.continued_at:  # more steps in all would warm up again
+        warmup_steps = min(warmup_steps, state.continued_at)
     return LoopSettings(
         max_steps=max_steps,
         learning_rate=LearningRate(
             peak=optim.lr,
             schedule=optim.schedule.value,
-            warmup_steps=math.ceil(optim.warmup_fraction * max_steps),
+            warmup_steps=warmup_steps,
             max_steps=max_steps,
             decay_start=decay_start,
         ),

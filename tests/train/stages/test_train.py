@@ -36,3 +36,11 @@ def test_validations_and_checkpoints_are_parts_of_the_run(
     )
     settings = loop_settings(config, config.optim, TrainState(continued_at=continued_at), 1000, Speed())
     assert (settings.validate_every, settings.save_every) == expected
+
+
+@pytest.mark.parametrize(("continued_at", "rate"), [(0, 801 / 1500), (800, 1.0)])
+def test_a_training_that_continues_does_not_warm_up_again(continued_at: int, rate: float) -> None:
+    config = composed("quickstart", "optim.lr=1e-3", "optim.schedule=wsd", "optim.warmup_fraction=0.015")
+    state = TrainState(800, continued_at=continued_at)
+    settings = loop_settings(config, config.optim, state, 100_000, Speed())
+    assert settings.learning_rate.at(800) == pytest.approx(1e-3 * rate)

@@ -129,7 +129,7 @@ class _Earlier:
 def _parsed(origin: str) -> tuple[Path, int | None]:
     """Return directory and step of `DIRECTORY` or `DIRECTORY@STEP`; None is the newest checkpoint."""
     directory, separator, step = origin.rpartition("@")
-    named = separator and step.isdigit()
+    named = separator and step.isdigit() and not Path(origin).exists()
     return Path(directory if named else origin).resolve(), int(step) if named else None
 
 

@@ -18,7 +18,7 @@ from tests.train.small_run import RECIPE, arguments, assert_faithful, depends_on
 from tests.train.torchrun import torchrun
 from train.artifact import Artifact
 from train.config.run import Stage
-from train.stages.training.continuing import begin_training
+from train.stages.training.continuing import _parsed, begin_training
 from train.trainer.parts import load_weights
 
 WORKER = "tests/train/stages/runs_worker.py"
@@ -201,3 +201,9 @@ def test_a_training_that_starts_again_names_the_newest_other_one_and_what_differ
     assert f"train.continue_from={tmp_path} continues it" in printed
     begin(200)
     assert capsys.readouterr().out == ""  # it resumes
+
+
+def test_an_output_directory_may_end_as_a_step_does(tmp_path: Path) -> None:
+    (tmp_path / "run@2").mkdir()
+    assert _parsed(f"{tmp_path}/run@2") == (tmp_path / "run@2", None)
+    assert _parsed(f"{tmp_path}/run@3") == (tmp_path / "run", 3)
