@@ -19,7 +19,7 @@ from data.conversations.workers import isolated
 
 MASKS = ("loss_mask", "assistant_masks", "assistant_mask", "completion_mask", "response_mask", "labels")
 _IGNORED = -100  # the label of a token that is not supervised
-_REMEDY = "give messages; for prompts alone, name data.prompt_column=text"
+_REMEDY = "give messages, or name text as the prompt column for prompts alone"
 _QUESTION, _ANSWER = "QUESTION-of-an-example", "ANSWER-of-an-example"
 
 SplitText = Callable[[str], Messages]
