@@ -9,29 +9,37 @@ from eagle31.export.published_config import SHAPE_KEYS, read_config
 from tests.eagle31.export.exports import DEFAULT_ROPE, LATENT_YARN, LLAMA3, YARN, written
 from tests.eagle31.tiny import MLA, QK_NORM, VOCAB, WIDE_MLA, tiny_config
 
+# What a drafter may have, and the layouts that have none of it.
+NOT_SGLANG, NOT_SPECULATORS = {Layout.sglang}, {Layout.speculators}
+FEATURES: dict[str, tuple[dict[str, Any], set[Layout]]] = {
+    "plain": ({"bos_token_id": 1, "eos_token_id": [2, 3]}, set()),
+    "llama3": ({"rope_parameters": LLAMA3}, set()),
+    "YaRN": ({"rope_parameters": YARN}, set()),
+    "EAGLE 3": ({"fc_norm": False, "norm_output": False}, set()),
+    "norm before fc": ({"norm_before_fc": True}, set()),
+    "norm before residual": ({"norm_before_residual": True}, NOT_SGLANG),
+    "three layers": ({"num_hidden_layers": 3}, set()),
+    "window": ({"sliding_window": 48}, NOT_SGLANG),
+    "attention bias": ({"attention_bias": True}, NOT_SGLANG),
+    "MLP bias": ({"mlp_bias": True}, NOT_SGLANG),
+    "norms of queries": (QK_NORM, NOT_SGLANG),
+    "MLA": (MLA | {"rope_parameters": DEFAULT_ROPE}, NOT_SPECULATORS),
+    "wide MLA, YaRN": (WIDE_MLA | {"rope_parameters": LATENT_YARN}, NOT_SPECULATORS),
+    "MLA, two layers": (MLA | {"num_hidden_layers": 2}, NOT_SGLANG | NOT_SPECULATORS),
+}
+
 
 @pytest.mark.parametrize("layout", list(Layout))
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rope_parameters": LLAMA3, "norm_before_residual": True, "bos_token_id": 1, "eos_token_id": [2, 3]},
-        {"rope_parameters": YARN, "fc_norm": False, "norm_output": False},
-        {"num_hidden_layers": 3, "sliding_window": 48},
-        QK_NORM | {"sliding_window": 48, "attention_bias": True, "norm_before_fc": True},
-        {"mlp_bias": True},
-        MLA | {"rope_parameters": DEFAULT_ROPE},
-        WIDE_MLA | {"rope_parameters": LATENT_YARN},
-    ],
-)
-def test_config_round_trip(layout: Layout, changes: dict) -> None:
+@pytest.mark.parametrize("feature", FEATURES)
+def test_each_layout_is_read_back_or_refuses_what_it_lacks(layout: Layout, feature: str) -> None:
+    changes, lacking = FEATURES[feature]
     config = tiny_config(**changes)
-    try:
-        raw = written(config, layout)
-    except UserError:  # this layout has not all of it
-        layout = Layout.vllm
-        raw = written(config, layout)
-    read = read_config(raw)
-    assert (read.config, read.layout, read.notes) == (config, layout, ())
+    if layout in lacking:
+        with pytest.raises(UserError, match=r"export\.layout"):
+            written(config, layout)
+    else:
+        read = read_config(written(config, layout))
+        assert (read.config, read.layout, read.notes) == (config, layout, ())
 
 
 def test_a_width_that_vllm_does_not_read_is_noted() -> None:

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from eagle31.cost.flops import StepCounts
+from eagle31.model.config import DrafterConfig
 from tests.runs.forked import ROOT
+from train.plan.memory import TrainerSettings, trainer_memory
 
 TOLERANCE = 0.15
 GQA: dict[str, Any] = {
@@ -116,6 +119,23 @@ def test_planned_memory_equals_measured_memory(case: str, measured: dict[str, An
     assert found["planned"] == pytest.approx(found["peak"], rel=TOLERANCE), found["memory"]
     validation = pytest.approx(found["validation"], rel=TOLERANCE, abs=2**22)  # what kernels allocate
     assert found["memory"]["validation"] == validation
+
+
+@pytest.mark.parametrize(
+    ("changes", "copies"),
+    [
+        ({}, 2),
+        ({"zero_stage": 1, "bf16": True}, 3),
+        ({"zero_stage": 2, "world_size": 8}, 3 / 8),
+        ({"zero_stage": 1, "offload_optimizer": True}, 0),
+    ],
+)
+def test_the_optimizer_has_two_moments_and_with_zero_the_float32_weights(
+    changes: dict[str, Any], copies: float
+) -> None:
+    settings, counts = TrainerSettings(**SETTINGS | changes), StepCounts(8, (8,), 0, 8)
+    memory = trainer_memory(DrafterConfig(**GQA), {"weight": (64, 32)}, settings, counts, "cuda")
+    assert memory.optimizer == copies * 64 * 32 * 4
 
 
 @pytest.mark.full("rows of 65,536 tokens")

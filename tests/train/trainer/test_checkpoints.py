@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.errors import UserError
 from train.distributed import World
 from train.stop import Stopped
@@ -139,6 +140,27 @@ def test_the_best_weights_of_the_newest_checkpoint_outlive_a_kill(tmp_path: Path
     resumed.save(engine, TrainState(5, best_step=2))  # type: ignore[arg-type]
     resumed.finish()
     assert best_files(tmp_path) == names[:2]
+
+
+def test_the_best_step_is_the_last_with_the_longest_acceptance_and_not_after_skipped_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, state = CheckpointDirectory(tmp_path, 2, WORLD), TrainState()
+    loop, hits = Loop(saved, state, 9), iter([20, 30, 25, 30, 29, 40])
+    stats = lambda module: {1: AcceptanceStats(1, 100, (next(hits),))}  # noqa: E731
+    loop.validation = SimpleNamespace(run=stats)  # type: ignore[assignment]
+    loop.diagnosis = SimpleNamespace(run=lambda module: None)  # type: ignore[assignment]
+    monkeypatch.setattr(
+        "train.trainer.loop.full_state", lambda *_, **__: {"w": torch.tensor([float(state.step)])}
+    )
+    chosen = []
+    for state.step in range(6):
+        loop.skipped.num_in_a_row = int(state.step == 5)
+        TrainingLoop._validate(loop)
+        chosen.append(state.best_step)
+    assert chosen == [0, 1, 1, 3, 3, 3]
+    assert state.best_acceptance_length == 1.3
+    assert saved.best_weights(3)["w"] == 3
 
 
 def test_damaged_best_weights_are_named_and_chosen_again(tmp_path: Path) -> None:

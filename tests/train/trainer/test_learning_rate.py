@@ -49,13 +49,21 @@ def test_warmup_stable_decay_falls_at_the_end_only() -> None:
     assert rates("wsd", decay_start=3)[WARMUP] == pytest.approx(PEAK)
 
 
+@pytest.mark.parametrize(
+    ("hidden_size", "layers", "lr", "matrix_lr"), [(4096, 1, 0.4 / 4096, 0.03), (1024, 4, 0.2 / 1024, 0.015)]
+)
+def test_the_rule_falls_with_the_width_and_with_the_root_of_the_depth(
+    hidden_size: int, layers: int, lr: float, matrix_lr: float
+) -> None:
+    drafter = tiny_config(hidden_size=hidden_size, num_hidden_layers=layers)
+    assert (rule_lr(drafter), rule_matrix_lr(drafter)) == pytest.approx((lr, matrix_lr))
+
+
 def test_a_rate_that_is_given_is_kept() -> None:
-    drafter = tiny_config()
-    assert with_rates(OptimConfig(), drafter) == OptimConfig(
-        lr=rule_lr(drafter), matrix_lr=rule_matrix_lr(drafter)
-    )
+    drafter = tiny_config()  # 16 wide
+    assert with_rates(OptimConfig(), drafter) == OptimConfig(lr=0.025, matrix_lr=0.03)
     given = OptimConfig(name=Optimizer.muon, lr=3e-3)
     complete = with_rates(given, drafter)
-    assert (complete.lr, complete.matrix_lr) == (3e-3, rule_matrix_lr(drafter))
+    assert (complete.lr, complete.matrix_lr) == (3e-3, 0.03)
     assert described(given, drafter) == "muon, lr 0.003, matrix_lr 0.03 (rule)"
     assert described(complete, drafter) == "muon, lr 0.003, matrix_lr 0.03"

@@ -1,6 +1,7 @@
 """What is logged of the steps between two records."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from train.distributed import World
 from train.trainer.metrics import Speed, StepTimes, WindowSums
 
 WORLD = World(rank=0, local_rank=0, size=1)
+ZEROS = torch.zeros(2)
 
 
 def window_of(num_steps: int) -> WindowSums:
@@ -23,6 +25,22 @@ def window_of(num_steps: int) -> WindowSums:
         window.add(DepthSums(*(torch.tensor([5.0, 3.0]) for _ in range(6))), with_metrics=True)
         window.count(RowCounts(num_supervised=5, num_tokens=8, flops=1000))
     return window
+
+
+def test_means_are_over_the_rows_of_their_depth_and_metrics_over_the_steps_that_have_them() -> None:
+    window = WindowSums(2, torch.device("cpu"))
+    num_rows = torch.tensor([8.0, 2.0])
+    means = {"loss": [2.0, 3.0], "agreement": [0.5, 0.25], "expected_acceptance": [0.75, 0.125]}
+    means |= {"state_norm": [7.0, 9.0], "weighted_loss": [2.0, 1.5]}
+    sums = DepthSums(num_rows, **{name: num_rows * torch.tensor(mean) for name, mean in means.items()})
+    window.add(sums, with_metrics=True)
+    window.add(replace(sums, agreement=ZEROS, expected_acceptance=ZEROS), with_metrics=False)
+    metrics = window.metrics(WORLD)
+    assert metrics["depth"] == [
+        {"loss": 2, "agreement": 0.5, "expected_acceptance": 0.75, "state_norm": 7, "num_rows": 16},
+        {"loss": 3, "agreement": 0.25, "expected_acceptance": 0.125, "state_norm": 9, "num_rows": 4},
+    ]
+    assert metrics["loss"] == (2 * 8 + 1.5 * 2) / 8  # of all depths, per supervised position
 
 
 def test_rates_count_no_padding_and_have_validation_in_their_time() -> None:
