@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 STATES = ("aux_hidden_states", "final_hidden_states")
-_RUN = 64  # consecutive rows that are sampled together
+_RUN = 64  # consecutive rows that are sampled together, at least
+# Each run of a document is a call of attention, whose backward pass has gradients of all keys before it.
+_MOST_RUNS = 32
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def sampled(supervised: Tensor, most: int | None, draw: int = 0) -> tuple[Tensor
     rows = supervised_positions(supervised)
     if most is None or len(rows) <= most:
         return supervised, 1.0
-    num_runs = max(1, most // _RUN)
+    num_runs = min(max(1, most // _RUN), _MOST_RUNS)
     length = most // num_runs
     starts = (draw % len(rows) + len(rows) * torch.arange(num_runs)) // num_runs
     # The first row follows the last, so that those at the ends have the same probability.

@@ -116,12 +116,13 @@ def rollout_loss(
         total, sums = one_pass_loss(states, lm_head.weight, teacher, chunk, weights, logit_rows)
         return total, torch.cat((sums, torch.stack(norms).to(sums).unsqueeze(0)))
 
-    if schedule.chunk_rows is not None:
+    differentiated = torch.is_grad_enabled() or row_group is not None
+    if schedule.chunk_rows is not None and differentiated:
         total, sums = in_chunks(drafter, frozen.embed_tokens, batch, schedule, loss_of, row_group)
     else:
-        (chunk,) = schedule.chunks
-        state, keys = prefill_schedule(drafter, frozen.embed_tokens, batch, schedule, None)
-        total, sums = loss_of(chunk, state[chunk.query_index], keys)
+        state, keys = prefill_schedule(drafter, frozen.embed_tokens, batch, schedule, schedule.chunk_rows)
+        found = [loss_of(chunk, state[chunk.query_index], keys) for chunk in schedule.chunks]
+        total, sums = (sum(of_chunks[1:], of_chunks[0]) for of_chunks in zip(*found, strict=True))
     num_rows, loss, agreement, expected, weighted, norm = sums * schedule.weight
     return total * schedule.weight, DepthSums(num_rows, loss, agreement, expected, norm, weighted)
 

@@ -33,6 +33,12 @@ def test_each_row_is_sampled_with_the_same_probability() -> None:
         assert sampled(supervised, most, 7) == (supervised, 1.0)
 
 
+def test_sampled_rows_of_a_long_document_are_few_runs() -> None:
+    kept, _ = sampled(torch.ones(60_000, 1, dtype=torch.bool), 20_000, 12_345)
+    assert 19_000 < kept.sum() <= 20_000
+    assert len(list(consecutive(kept[:, 0].nonzero()[:, 0]))) < 40
+
+
 @pytest.mark.parametrize("rows", [[], [3], [0, 1, 2], [1, 2, 5, 7, 8]])
 def test_consecutive_rows_are_one_slice(rows: list[int]) -> None:
     index, states = torch.tensor(rows, dtype=torch.int64), torch.arange(10)

@@ -92,6 +92,21 @@ def test_float64_equals_the_reference(seed: int) -> None:
         torch.testing.assert_close(grad, want, rtol=1e-9, atol=1e-9 * max(1.0, float(want.abs().max())))
 
 
+def test_chunks_without_gradients_are_not_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config()
+    drafter, frozen = tiny_drafter(config)
+    batch = random_batch((70, 5, 90), config, seed=3)
+    settings: dict[str, Any] = {"num_steps": 5, "step_decay": 0.8}
+    settings["schedule"] = schedule_batch(batch, 5, chunk_rows=32)
+    expected, expected_sums = rollout_loss(drafter, frozen, batch, **settings)
+    monkeypatch.delattr(torch.autograd, "grad")
+    with torch.no_grad():
+        found, sums = rollout_loss(drafter, frozen, batch, **settings)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(sums.stacked(), expected_sums.stacked(), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["eagle3.1", "mla", "window of 3", "norms of queries and keys, two layers"])
 def test_chunks_give_the_gradients_of_the_whole_row(name: str) -> None:
     config = tiny_config(**VARIANTS[name])
