@@ -42,6 +42,7 @@ class Artifact:
 
     @staticmethod
     def locate(output_dir: Path, stage: str, inputs: dict[str, Any]) -> "Artifact":
+        inputs = json.loads(json.dumps(inputs, default=str))  # as its manifest has them
         return Artifact(stage, inputs, output_dir / f"{stage}-{fingerprint(inputs)}")
 
     @property

@@ -185,6 +185,16 @@ def read_when_set(values: dist.Store, name: str) -> str:
     return values.get(name).decode()
 
 
+def made_by_main(name: str, make: Callable[[], Any], world: World) -> Any:
+    """Return on every rank, which all call, what `make` returns on rank 0, as JSON has it.
+
+    It raises what `read_when_set` does.
+    """
+    if world.is_main:
+        shared_values().set(name, json.dumps(make()))
+    return json.loads(read_when_set(shared_values(), name))
+
+
 def node_address() -> str:
     """Return the address under which the other nodes of the run reach this one.
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from train.config.compose import compose_config, composed, parse_arguments
-from train.distributed import World, leave_ranks, post_failure, watch_ranks
+from train.distributed import World, leave_ranks, made_by_main, post_failure, watch_ranks
 from train.stop import Stopped
 
 
@@ -25,14 +25,15 @@ def main() -> None:
         return
     world = World.from_environment()
     try:
-        config = composed(arguments.overrides)
+        overrides = made_by_main("arguments", lambda: arguments.overrides, world)
+        config = composed(overrides)
         watch_ranks(world)
         # Only now: this import takes seconds, which a mistake in the configuration need not wait for.
         pause_collection()
         from train.pipeline import run_pipeline
 
         resume_collection()
-        run_pipeline(config, world, arguments.overrides)
+        run_pipeline(config, world, overrides)
     except Stopped:
         leave_ranks(world)
         raise

@@ -1,7 +1,6 @@
 """The pipeline: runs the selected stages in order and reuses the ones that are finished."""
 
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,7 @@ from train.config.run import (
     starts_vllm,
 )
 from train.context import RunContext
-from train.distributed import World, read_when_set, shared_values, wait_for, wait_for_ranks
+from train.distributed import World, made_by_main, wait_for
 from train.engines.servers import server_settings
 from train.launch.start import check_eagle3, check_environment, check_named, check_start, check_store
 from train.plan.earlier import note_settings
@@ -48,7 +47,7 @@ from train.stages.export import export_inputs, run_export
 from train.stages.report import run_report
 from train.stages.servers import begin_servers, end_engines, prepare_engines
 from train.stages.train import check_ranks, check_rows, run_train, train_inputs
-from train.stages.training.continuing import begin_training, differences, link_results
+from train.stages.training.continuing import begin_training, link_results
 from train.stages.vocab import run_vocab, vocab_inputs
 from train.stop import STOPPED_FILE, Stopped
 from train.tracking import check_wandb
@@ -57,8 +56,6 @@ from train.versions import git_revision, package_versions
 
 LOCK_FILE = ".lock"  # in the output directory
 _EXPORT = "export"
-# Names that the ranks share.
-_UNFINISHED, _COMPARED = "stages/unfinished", "stages/compared"
 
 
 @dataclass(frozen=True)
@@ -163,29 +160,54 @@ def run_stages(context: RunContext) -> None:
 
 
 def check_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
+    """Have rank 0 check what the stages need and locate their results; return those that have none yet.
+
+    Every rank calls.
+
+    Raises:
+        UserError: a stage cannot run here, or this rank would load other files than rank 0.
+    """
+
+    def found() -> tuple[list[str], dict[str, dict[str, Any]], list[str | None]]:
+        unfinished = [stage.value for stage in checked_stages(context, stages)]
+        inputs = {stage.value: artifact.inputs for stage, artifact in context.artifacts.items()}
+        return unfinished, inputs, _loaded(context)
+
+    unfinished, inputs, loaded = made_by_main("stages", found, context.world)
+    for name, one in inputs.items():
+        context.artifacts[Stage(name)] = Artifact.locate(context.output_dir / "artifacts", name, one)
+    if (own := _loaded(context)) != loaded:
+        remedy = f"Rank {context.world.rank} finds files with these fingerprints, and rank 0 {loaded}; "
+        raise UserError("target.model, drafter.init_from", own, f"{remedy}give every node the same.")
+    return [Stage(name) for name in unfinished]
+
+
+def _loaded(context: RunContext) -> list[str | None]:
+    """Return the fingerprints of the models that every rank loads."""
+    return [context.target.parts.fingerprint, context.drafter.initial_fingerprint]
+
+
+def checked_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
     """Check what the stages need, locate their results, and return the stages that have none yet.
 
     Raises:
         UserError: a stage cannot run here, or a stage without a result is not selected.
     """
     config, world = context.config, context.world
-    if Stage.train in config.stages and world.is_main:
+    if Stage.train in config.stages:
         check_ranks(config, world.size)
     for captures in (False, True):
         context.placement(captures=captures)  # refuses what cannot run on these nodes
-    if world.is_main:
-        check_links(context.output_dir, (_EXPORT,))
-        check_environment(config)
-        check_eagle3(config)
+    check_links(context.output_dir, (_EXPORT,))
+    check_environment(config)
+    check_eagle3(config)
     check_drafter(context)
-    if world.is_main:
-        dtype = str(context.target.parts.dtype).removeprefix("torch.")
-        print(f"target: every engine computes it in {dtype}", flush=True)
+    dtype = str(context.target.parts.dtype).removeprefix("torch.")
+    print(f"target: every engine computes it in {dtype}", flush=True)
     unfinished = unfinished_stages(context, stages)
     check_gpu_memory(config, cluster_at_hand(world), unfinished)
-    if world.is_main:
-        check_store(config, set(unfinished))
-    if world.is_main and config.vllm.engine_args and starts_vllm(replace(config, stages=unfinished)):
+    check_store(config, set(unfinished))
+    if config.vllm.engine_args and starts_vllm(replace(config, stages=unfinished)):
         engine = server_settings(config, context.captured_target).engine
         check_engine_args(find_python(), engine.plain_command_line(), config.vllm.engine_args)
     for stage in unfinished:
@@ -201,44 +223,16 @@ def check_drafter(context: RunContext) -> None:
 
 
 def unfinished_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
-    """Locate the result of each stage, and return the stages that have none yet, as rank 0 sees it.
-
-    Raises:
-        UserError: ranks would make different results.
-    """
+    """Locate the result of each stage, and return the stages that have none yet."""
     # The vocab stage reads the directory of a training that continues another.
     continues = context.config.train.continue_from is not None
-    located = [stage for stage in STAGES if stage in stages or continues]
-    for stage in located:
+    for stage in [stage for stage in STAGES if stage in stages or continues]:
         inputs = STAGES[stage].inputs(context)
-        artifact = Artifact.locate(context.output_dir / "artifacts", stage.value, inputs)
-        context.artifacts[stage] = artifact
-    values = shared_values()
-    if context.world.is_main:
-        link_results(context)
-        if Stage.export in stages:
-            reopen_if_damaged(context.artifacts[Stage.export])
-        found = [one.value for one in located if one in stages and not context.artifacts[one].finished]
-        values.set(_UNFINISHED, json.dumps([found, _inputs(context)], default=str))
-    names, inputs = json.loads(read_when_set(values, _UNFINISHED))
-    check_same_inputs(inputs, json.loads(json.dumps(_inputs(context), default=str)))
-    wait_for_ranks(_COMPARED, context.world)
-    return [Stage(name) for name in names]
-
-
-def _inputs(context: RunContext) -> dict[str, Any]:
-    return {stage.value: artifact.inputs for stage, artifact in context.artifacts.items()}
-
-
-def check_same_inputs(main: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raise UserError if rank 0 and this rank have other inputs for a stage, by stage."""
-    for stage in main:
-        if main[stage] != own[stage]:
-            found = differences(main[stage], own[stage])
-            remedy = (
-                "Every node has to have the same files, data sets and packages; rank 0 has the first value."
-            )
-            raise UserError(f"inputs of {stage}", found, remedy)
+        context.artifacts[stage] = Artifact.locate(context.output_dir / "artifacts", stage.value, inputs)
+    link_results(context)
+    if Stage.export in stages:
+        reopen_if_damaged(context.artifacts[Stage.export])
+    return [stage for stage, one in context.artifacts.items() if stage in stages and not one.finished]
 
 
 def reopen_capture(capture: Artifact, damage: DamagedShard) -> None:

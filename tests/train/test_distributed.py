@@ -14,8 +14,7 @@ import torch.distributed as dist
 from eagle31.errors import UserError
 from tests.runs.forked import ROOT
 from train import distributed
-from train.distributed import World, post_failure, read_when_set, wait_for, wait_for_ranks
-from train.pipeline import check_same_inputs
+from train.distributed import World, made_by_main, post_failure, read_when_set, wait_for, wait_for_ranks
 
 
 @pytest.mark.parametrize("variable", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -84,8 +83,7 @@ def test_a_node_that_dies_ends_the_others(lost: int, said: str, tmp_path: Path) 
     assert said in (tmp_path / f"{1 - lost}.log").read_text()
 
 
-def test_ranks_with_other_files_are_refused_with_what_differs() -> None:
-    main = {"data": {"seed": 0, "train": {"sha256": "a"}}, "vocab": {"data": "data-1"}}
-    check_same_inputs(main, main)
-    with pytest.raises(UserError, match=r"^inputs of data=train\.sha256: a -> b: Every node"):
-        check_same_inputs(main, main | {"data": {"seed": 0, "train": {"sha256": "b"}}})
+def test_what_rank_0_makes_counts_on_every_rank(values: dist.Store) -> None:
+    makers = [lambda: [("rank", 0)], lambda: pytest.fail("another rank makes it, too")]
+    for rank, make in enumerate(makers):
+        assert made_by_main("made", make, World(rank=rank, local_rank=rank, size=2)) == [["rank", 0]]

@@ -4,7 +4,6 @@
 checkpoint it means is decided when that directory is begun, before any stage, and its files are linked there.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -38,7 +37,7 @@ def fixed_inputs(config: RunConfig, drafter: ChosenDrafter) -> dict[str, Any]:
     shape.pop("init_revision")
     if shape.pop("init_from") is not None:
         shape["init_from"] = drafter.initial_fingerprint
-    fixed = {
+    return {
         "target": target_inputs(config.target, target.parts),
         "tokenizer": tokenizer_fingerprint(target.tokenizer),
         "template": target.template_fingerprint,
@@ -49,7 +48,6 @@ def fixed_inputs(config: RunConfig, drafter: ChosenDrafter) -> dict[str, Any]:
         "precision": config.deepspeed.precision.value,
         "seed": training_seed(config),
     }
-    return json.loads(json.dumps(fixed))  # as it is read from a file
 
 
 def chosen_optim(config: RunConfig, drafter: ChosenDrafter) -> OptimConfig:
@@ -204,7 +202,7 @@ def begin_training(context: RunContext) -> None:
         UserError: there is no such checkpoint, it was deleted in the meantime, or it is damaged.
     """
     artifact, origin = context.artifacts[Stage.train], context.config.train.continue_from
-    directory, inputs = artifact.directory, json.loads(json.dumps(artifact.inputs))  # as they are read
+    directory, inputs = artifact.directory, artifact.inputs
     if saved_steps(directory / CHECKPOINTS):
         return
     if origin is None:
