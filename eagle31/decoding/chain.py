@@ -92,8 +92,7 @@ class ChainDrafter:
         for step in range(num_tokens):
             if step:
                 output = self._step(state, tokens[-1], self.num_rows - 1 + step)
-            normed = self.drafter.norm(output)
-            state = self.drafter.feed_back(output, normed)
+            normed, state = self.drafter.final_states(output)
             token, distribution = self._pick(self.lm_head(normed)[0], temperature, generator)
             tokens.append(token)
             if distribution is not None:

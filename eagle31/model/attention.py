@@ -7,7 +7,7 @@ queries are few, and so does the plain reference of the training step.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -114,47 +114,43 @@ class AttentionShape(ABC):
         return 1.0
 
 
+# What each of `AttentionModule.inputs` adds to its product with the state: that with the token's embedding;
+# None where the input has the embedding, or there is none.
+Products: TypeAlias = Sequence[TokenProjection | None]
+NO_PRODUCTS: Products = (None, None, None)
+
+
 class AttentionModule(nn.Module, ABC):
     """The projections of a layer's attention without its scores, which the caller computes.
 
-    embedding's products are given as `tokens`.
+    `x` is [N, in], cos and sin are float32 [N, W].
     """
 
     compresses: ClassVar[bool] = False  # whether `expanded` computes anything
+    o_proj: nn.Module
 
     @property
     @abstractmethod
-    def query_input(self) -> nn.Module:
-        """The projection that `query` starts from."""
-
-    @property
-    @abstractmethod
-    def key_value_inputs(self) -> tuple[nn.Module, ...]:
-        """The projections that `key_value` starts from."""
+    def inputs(self) -> tuple[nn.Module, ...]:
+        """The projection that `query` starts from, and those that `compressed` starts from."""
 
     @abstractmethod
-    def query(self, x: Tensor, cos: Tensor, sin: Tensor, tokens: TokenProjection | None = None) -> Tensor:
-        """Return the rotated queries. [N, in] -> [N, Hq, D]."""
+    def query(self, x: Tensor, cos: Tensor, sin: Tensor, products: Products = NO_PRODUCTS) -> Tensor:
+        """Return the rotated queries [N, Hq, D]."""
 
     @abstractmethod
     def compressed(
-        self, x: Tensor, cos: Tensor, sin: Tensor, tokens: Sequence[TokenProjection] | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, products: Products = NO_PRODUCTS
     ) -> tuple[Tensor, Tensor]:
-        """Return the least from which `expanded` makes each row's keys and values. x: [N, in]."""
+        """Return the least from which `expanded` makes each row's keys and values."""
 
     def expanded(self, compressed: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the rotated keys [N, Hkv, D] and the values [N, Hkv, Dv]."""
         return compressed
 
-    def key_value(
-        self, x: Tensor, cos: Tensor, sin: Tensor, tokens: Sequence[TokenProjection] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the rotated keys [N, Hkv, D] and the values [N, Hkv, Dv]. x: [N, in]."""
-        return self.expanded(self.compressed(x, cos, sin, tokens))
-
-    @abstractmethod
     def output(self, attended: Tensor) -> Tensor:
         """Project the attended values. [N, Hq, Dv] -> [N, H]."""
+        return self.o_proj(attended.flatten(1))
 
 
 @dataclass(frozen=True)

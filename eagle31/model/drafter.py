@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from eagle31.kernels.elementwise import RMSNorm
-from eagle31.model.attention import Attend, LayerKeys
+from eagle31.model.attention import Attend, LayerKeys, Products
 from eagle31.model.config import DrafterConfig
-from eagle31.model.layer import DrafterLayer, LayerTokens
+from eagle31.model.layer import DrafterLayer
 from eagle31.model.rope import Rotary
 
 
@@ -26,8 +26,8 @@ class Prefill(NamedTuple):
 class Drafter(nn.Module):
     """Fusion, decoder layers, final norm, and the draft head unless it is frozen and kept outside.
 
-    Training and its plain reference run `prefill`, `first_step` and `next_step`; decoding runs the same
-    layers over a cache. What differs is passed in:
+    Training and its plain reference run `prefill` and `rollout_step`; decoding runs the same layers over a
+    cache. What differs is passed in:
 
     - `tokens`: embeddings, or their products with the first layer's projections. A training step reads each
       token at up to K steps and computes its products once; decoding reads it once, and one product of the
@@ -69,7 +69,7 @@ class Drafter(nn.Module):
         return self.fc(self.norm_captured(aux_hidden_states).flatten(1))
 
     def prefill(
-        self, fused: Tensor, tokens: Tensor | LayerTokens, position_ids: Tensor, attend: Attend
+        self, fused: Tensor, tokens: Tensor | Products, position_ids: Tensor, attend: Attend
     ) -> Prefill:
         """Compute what drafts read of the captured rows.
 
@@ -95,57 +95,43 @@ class Drafter(nn.Module):
         last = self.decoder_layers[-1].self_attn
         return [*prefilled.keys, LayerKeys(*last.expanded(prefilled.compressed))]
 
-    def first_step(
+    def rollout_step(
         self,
+        step: int,
         state: Tensor,
-        tokens: Tensor | LayerTokens,
+        tokens: Tensor | Products,
         rotation: tuple[Tensor, Tensor],
         attend: Attend,
         keys: list[LayerKeys],
-    ) -> Tensor:
-        """Run step 0 of the rows to roll out: the last layer, whose keys `prefill` has.
+    ) -> tuple[Tensor, Tensor, list[LayerKeys]]:
+        """Run a step of the rows that are rolled out.
 
         Args:
-            state: [R, H], of `prefill`.
-            tokens: the token that follows each row, as embeddings [R, H] or as products.
-            rotation: RoPE's cos and sin, float32 [R, D] each.
-            keys: `step_keys` of the same.
-
-        Returns:
-            The decoder's output before the final norm [R, H].
-        """
-        return self.decoder_layers[-1].output(state, tokens, rotation, attend, keys[-1])
-
-    def next_step(
-        self,
-        state: Tensor,
-        tokens: Tensor | LayerTokens,
-        rotation: tuple[Tensor, Tensor],
-        attend: Attend,
-        keys: list[LayerKeys],
-    ) -> tuple[Tensor, list[LayerKeys]]:
-        """Run a later step of the rolled-out rows.
-
-        Args:
-            state: [R, H], what the step before fed back.
+            state: [R, H], what the step before fed back; at step 0 that of `prefill`, which enters the last
+                layer.
             tokens: the token that this step starts from, as embeddings [R, H] or as products.
-            rotation: RoPE's cos and sin at the positions of this step.
-            keys: each layer's keys and values before this step.
+            rotation: RoPE's cos and sin at the positions of this step, float32 [R, D] each.
+            keys: each layer's keys and values before this step; at step 0 `step_keys`.
 
         Returns:
-            The decoder's output before the final norm [R, H], and `keys` with this step's.
+            The post-norm state that the head reads [R, H], the state that is fed back [R, H], and the keys
+            with this step's.
         """
+        if step == 0:
+            output, _ = self.decoder_layers[-1].step(state, tokens, rotation, keys[-1], attend)
+            return *self.final_states(output), keys
         extended = []
         for layer, before in zip(self.decoder_layers, keys, strict=True):
             state, layer_keys = layer.step(state, tokens, rotation, before.with_step, attend)
             extended.append(layer_keys)
-        return state, extended
+        return *self.final_states(state), extended
+
+    def final_states(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the head reads and what the next step receives, of the layers' output [N, H]."""
+        normed = self.norm(output)
+        return normed, normed if self.config.norm_output else output
 
     @property
     def decoder_layers(self) -> list[DrafterLayer]:
         """Return `layers` with its element type."""
         return cast(list[DrafterLayer], list(self.layers))
-
-    def feed_back(self, output: Tensor, normed: Tensor) -> Tensor:
-        """Return what the next step receives: the post-norm state under `norm_output`, else the output."""
-        return normed if self.config.norm_output else output

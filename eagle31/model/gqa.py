@@ -1,6 +1,6 @@
 """Grouped-query attention: what it says of itself, and its projections."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from eagle31.errors import UserError
 from eagle31.kernels.elementwise import RMSNorm, StepLinear, rotate
 from eagle31.kernels.split_linear import SplitLinear, TokenProjection, project
-from eagle31.model.attention import AttentionModule, AttentionShape, Projections
+from eagle31.model.attention import NO_PRODUCTS, AttentionModule, AttentionShape, Products, Projections
 from eagle31.model.rope import ROPE_KEYS, check_rope
 
 if TYPE_CHECKING:
@@ -124,25 +124,17 @@ class GroupedQueryAttention(AttentionModule):
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if normed else nn.Identity()
 
     @property
-    def query_input(self) -> nn.Module:
-        return self.q_proj
+    def inputs(self) -> tuple[nn.Module, ...]:
+        return self.q_proj, self.k_proj, self.v_proj
 
-    @property
-    def key_value_inputs(self) -> tuple[nn.Module, ...]:
-        return self.k_proj, self.v_proj
-
-    def query(self, x: Tensor, cos: Tensor, sin: Tensor, tokens: TokenProjection | None = None) -> Tensor:
-        return rotate(self.q_norm(self._heads(self.q_proj, x, tokens)), cos, sin)
+    def query(self, x: Tensor, cos: Tensor, sin: Tensor, products: Products = NO_PRODUCTS) -> Tensor:
+        return rotate(self.q_norm(self._heads(self.q_proj, x, products[0])), cos, sin)
 
     def compressed(
-        self, x: Tensor, cos: Tensor, sin: Tensor, tokens: Sequence[TokenProjection] | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, products: Products = NO_PRODUCTS
     ) -> tuple[Tensor, Tensor]:
-        key_tokens, value_tokens = tokens or (None, None)
-        key = rotate(self.k_norm(self._heads(self.k_proj, x, key_tokens)), cos, sin)
-        return key, self._heads(self.v_proj, x, value_tokens)
+        key = rotate(self.k_norm(self._heads(self.k_proj, x, products[1])), cos, sin)
+        return key, self._heads(self.v_proj, x, products[2])
 
-    def output(self, attended: Tensor) -> Tensor:
-        return self.o_proj(attended.flatten(1))
-
-    def _heads(self, projection: nn.Module, x: Tensor, tokens: TokenProjection | None) -> Tensor:
-        return project(projection, x, tokens).unflatten(-1, (-1, self.head_dim))
+    def _heads(self, projection: nn.Module, x: Tensor, product: TokenProjection | None) -> Tensor:
+        return project(projection, x, product).unflatten(-1, (-1, self.head_dim))

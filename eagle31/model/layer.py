@@ -1,25 +1,13 @@
 """One decoder layer of the drafter."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from eagle31.kernels.elementwise import GatedLinear, RMSNorm, StepLinear
-from eagle31.kernels.split_linear import TokenProjection
-from eagle31.model.attention import Attend, AttentionModule, LayerKeys
+from eagle31.model.attention import NO_PRODUCTS, Attend, AttentionModule, LayerKeys, Products
 from eagle31.model.config import DrafterConfig
-
-
-class LayerTokens(NamedTuple):
-    """Token projections of the first layer's attention, in place of the embeddings."""
-
-    query: TokenProjection | None
-    key_value: tuple[TokenProjection, ...] | None
-
-
-_NO_TOKENS = LayerTokens(None, None)
 
 
 class MLP(nn.Module):
@@ -53,13 +41,13 @@ class DrafterLayer(nn.Module):
     def step(
         self,
         state: Tensor,
-        tokens: Tensor | LayerTokens,
+        tokens: Tensor | Products,
         rotation: tuple[Tensor, Tensor],
-        add_keys: Callable[[Tensor, Tensor], LayerKeys],
+        keys: LayerKeys | Callable[[Tensor, Tensor], LayerKeys],
         attend: Attend,
         query_index: slice | None = None,
     ) -> tuple[Tensor, LayerKeys]:
-        """Compute keys and values at every row, and the layer's output at the rows of `query_index`.
+        """Compute the layer's output at the rows of `query_index`.
 
         Not `forward`: sharded weights are gathered by the modules that are called here.
 
@@ -67,59 +55,36 @@ class DrafterLayer(nn.Module):
             state: [N, H].
             tokens: embeddings [N, H], or their products; only the first layer reads them.
             rotation: RoPE's cos and sin, float32 [N, D] each.
-            add_keys: takes this step's keys and values, and returns those that the queries read.
+            keys: those that the queries read; or a function that takes this step's keys and values, which are
+                then computed at every row, and returns them.
             query_index: the rows whose output is computed; None for all of them.
 
         Returns:
-            The output [R, H], and what `add_keys` returned.
+            The output [R, H], and the keys.
         """
-        x, residual, projections = self._attention_input(state, tokens)
+        x, residual, products = self._attention_input(state, tokens)
         cos, sin = rotation
-        keys = add_keys(*self.self_attn.key_value(x, cos, sin, projections.key_value))
+        if not isinstance(keys, LayerKeys):
+            keys = keys(*self.self_attn.expanded(self.self_attn.compressed(x, cos, sin, products)))
         if query_index is not None:
             x, residual, cos, sin = x[query_index], residual[query_index], cos[query_index], sin[query_index]
-        return self._output(x, residual, (cos, sin), projections, attend, keys), keys
+        attended = attend(self.self_attn.query(x, cos, sin, products), keys)
+        hidden, normed = self.post_attention_layernorm(self.self_attn.output(attended), residual)
+        return hidden + self.mlp(normed), keys
 
     def compressed(
-        self, state: Tensor, tokens: Tensor | LayerTokens, rotation: tuple[Tensor, Tensor]
+        self, state: Tensor, tokens: Tensor | Products, rotation: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Compute what `self_attn.expanded` reads alone; the arguments are those of `step`."""
-        x, _, projections = self._attention_input(state, tokens)
-        return self.self_attn.compressed(x, *rotation, projections.key_value)
+        x, _, products = self._attention_input(state, tokens)
+        return self.self_attn.compressed(x, *rotation, products)
 
-    def output(
-        self,
-        state: Tensor,
-        tokens: Tensor | LayerTokens,
-        rotation: tuple[Tensor, Tensor],
-        attend: Attend,
-        keys: LayerKeys,
-    ) -> Tensor:
-        """Compute the output [N, H] of rows whose keys are known; the arguments are those of `step`."""
-        x, residual, projections = self._attention_input(state, tokens)
-        return self._output(x, residual, rotation, projections, attend, keys)
-
-    def _output(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        projections: LayerTokens,
-        attend: Attend,
-        keys: LayerKeys,
-    ) -> Tensor:
-        attended = attend(self.self_attn.query(x, *rotation, projections.query), keys)
-        hidden, normed = self.post_attention_layernorm(self.self_attn.output(attended), residual)
-        return hidden + self.mlp(normed)
-
-    def _attention_input(
-        self, state: Tensor, tokens: Tensor | LayerTokens
-    ) -> tuple[Tensor, Tensor, LayerTokens]:
+    def _attention_input(self, state: Tensor, tokens: Tensor | Products) -> tuple[Tensor, Tensor, Products]:
         """Return what the projections read, the residual, and the tokens' products if there are any."""
         if not self.reads_embedding:
-            return self.input_layernorm(state), state, _NO_TOKENS
+            return self.input_layernorm(state), state, NO_PRODUCTS
         normed = self.hidden_norm(state)
         residual = normed if self.norm_before_residual else state
-        if isinstance(tokens, LayerTokens):
+        if not isinstance(tokens, Tensor):
             return normed, residual, tokens
-        return torch.cat((self.input_layernorm(tokens), normed), dim=-1), residual, _NO_TOKENS
+        return torch.cat((self.input_layernorm(tokens), normed), dim=-1), residual, NO_PRODUCTS

@@ -6,7 +6,7 @@ decodes on the latent itself, which is the same sum in another order.
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; `DeepseekV2MLAAttention` in vLLM's deepseek_v2.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from eagle31.errors import UserError
 from eagle31.kernels.elementwise import RMSNorm, StepLinear, rotate_pairs
-from eagle31.kernels.split_linear import SplitLinear, TokenProjection, project
-from eagle31.model.attention import AttentionModule, AttentionShape, Projections
+from eagle31.kernels.split_linear import SplitLinear, project
+from eagle31.model.attention import NO_PRODUCTS, AttentionModule, AttentionShape, Products, Projections
 from eagle31.model.rope import ROPE_KEYS, check_rope, yarn_magnitude
 
 if TYPE_CHECKING:
@@ -189,23 +189,18 @@ class LatentAttention(AttentionModule):
         self.o_proj = StepLinear(num_heads * shape.v_head_dim, width, bias=False)
 
     @property
-    def query_input(self) -> nn.Module:
-        return self.q_a_proj
+    def inputs(self) -> tuple[nn.Module, ...]:
+        return self.q_a_proj, self.kv_a_proj_with_mqa
 
-    @property
-    def key_value_inputs(self) -> tuple[nn.Module, ...]:
-        return (self.kv_a_proj_with_mqa,)
-
-    def query(self, x: Tensor, cos: Tensor, sin: Tensor, tokens: TokenProjection | None = None) -> Tensor:
-        query = self.q_b_proj(self.q_a_layernorm(project(self.q_a_proj, x, tokens)))
+    def query(self, x: Tensor, cos: Tensor, sin: Tensor, products: Products = NO_PRODUCTS) -> Tensor:
+        query = self.q_b_proj(self.q_a_layernorm(project(self.q_a_proj, x, products[0])))
         return rotate_pairs(query.unflatten(-1, (self.num_heads, -1)), cos, sin)
 
     def compressed(
-        self, x: Tensor, cos: Tensor, sin: Tensor, tokens: Sequence[TokenProjection] | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, products: Products = NO_PRODUCTS
     ) -> tuple[Tensor, Tensor]:
         """Return the normed latent and the rotated key that all heads share."""
-        (token_products,) = tokens or (None,)
-        latent, turned = project(self.kv_a_proj_with_mqa, x, token_products).split(self.latent_widths, dim=-1)
+        latent, turned = project(self.kv_a_proj_with_mqa, x, products[1]).split(self.latent_widths, dim=-1)
         return self.kv_a_layernorm(latent), rotate_pairs(turned.unsqueeze(1), cos, sin)
 
     def expanded(self, compressed: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -215,6 +210,3 @@ class LatentAttention(AttentionModule):
         # A copy, so that attention does not keep the full expanded product for its backward pass.
         keys = torch.cat((plain, turned.expand(-1, self.num_heads, -1)), dim=-1)
         return keys, value.contiguous()
-
-    def output(self, attended: Tensor) -> Tensor:
-        return self.o_proj(attended.flatten(1))

@@ -41,19 +41,11 @@ def reference_rollout(
     captured_state, keys = prefill_in_parts(
         drafter, embed_tokens, batch, on_device, every_row, attend_rows, CHUNK_ROWS
     )
-    position_ids = batch.position_ids[rows]
-    rotation = drafter.rotary(position_ids)
-    embeds = F.embedding(batch.input_ids[(rows + 1).clamp(max=last)], embed_tokens)
-    output = drafter.first_step(captured_state[rows], embeds, rotation, attend, keys)
-    state = output
+    state, position_ids = captured_state[rows], batch.position_ids[rows]
     for step in range(num_steps):
-        if step:
-            token_ids = batch.input_ids[(rows + 1 + step).clamp(max=last)]
-            embeds = F.embedding(token_ids, embed_tokens)
-            rotation = drafter.rotary(position_ids + step)
-            output, keys = drafter.next_step(state, embeds, rotation, attend, keys)
-        normed = drafter.norm(output)
-        state = drafter.feed_back(output, normed)
+        embeds = F.embedding(batch.input_ids[(rows + 1 + step).clamp(max=last)], embed_tokens)
+        rotation = drafter.rotary(position_ids + step)
+        normed, state, keys = drafter.rollout_step(step, state, embeds, rotation, attend, keys)
         yield normed, state
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from eagle31.kernels.tiled_attention import FlashKernel, Kernel, PlainKernel, Ti
 from eagle31.model.attention import Attend, LayerKeys
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter, Prefill
-from eagle31.model.layer import LayerTokens
 from eagle31.model.rope import Rotary
 from eagle31.training.batch import PackedBatch, captured_rows
 from eagle31.training.schedule import ChunkSchedule, RolloutSchedule, schedule_rollout
@@ -175,22 +173,20 @@ def chunk_rollout(
         keys = [replace(x, packed=PackedKeys(x.keys, x.values, *num_slots, x.sums)) for x in keys]
     if token_ids is None:
         token_ids = batch.input_ids[chunk.teacher_rows.clamp(max=len(batch.input_ids) - 1)]
-    products = _token_products(drafter, F.embedding(token_ids.flatten(), embed_tokens))
+    layer = drafter.decoder_layers[0]
+    embeds = layer.input_layernorm(F.embedding(token_ids.flatten(), embed_tokens))
+    # Those of the chunk's tokens with the projections of the first layer's attention, [J, out].
+    products = [(projection(embeds, total := ProductSums()), total) for projection in layer.self_attn.inputs]
     rotations = _rotations(drafter.rotary, batch, chunk)
     sums = StepSums()
     for step, (scheduled, block, rotation) in enumerate(zip(chunk.steps, blocks, rotations, strict=True)):
         if step and scheduled.previous_index is not None:
             state = select_rows(state, scheduled.previous_index)
             keys = [layer_keys.for_rows(scheduled.previous_index) for layer_keys in keys]
-        tokens = products.at(scheduled.teacher_index)
+        tokens = [TokenProjection(product, scheduled.teacher_index, total) for product, total in products]
         attend = _attend(block, drafter.config.sliding_window)
         with sums.adding() if isinstance(block, PackedBlock) else nullcontext():
-            if step:
-                output, keys = drafter.next_step(state, tokens, rotation, attend, keys)
-            else:
-                output = drafter.first_step(state, tokens, rotation, attend, keys)
-            normed = drafter.norm(output)
-        state = drafter.feed_back(output, normed)
+            normed, state, keys = drafter.rollout_step(step, state, tokens, rotation, attend, keys)
         yield normed, state
 
 
@@ -203,33 +199,6 @@ def _rotations(rotary: Rotary, batch: PackedBatch, chunk: ChunkSchedule) -> Iter
         table = tables[:, number]
         cos, sin = table if step.first_index is None else table.index_select(1, step.first_index)
         yield cos, sin
-
-
-class _TokenProducts(NamedTuple):
-    """The products [J, out] of a chunk's tokens with the projections of the first layer's attention."""
-
-    query: tuple[Tensor, ProductSums]
-    key_value: tuple[tuple[Tensor, ProductSums], ...]
-
-    def at(self, index: Tensor) -> LayerTokens:
-        """Return those of some rows. int64 [R], into the J tokens."""
-        query, *key_value = (
-            TokenProjection(products, index, sums) for products, sums in (self.query, *self.key_value)
-        )
-        return LayerTokens(query, tuple(key_value))
-
-
-def _token_products(drafter: Drafter, tokens: Tensor) -> _TokenProducts:
-    """Return the products of embeddings [J, H]."""
-    layer = drafter.decoder_layers[0]
-    embeds = layer.input_layernorm(tokens)
-    attention = layer.self_attn
-    query, *key_value = (
-        (projection(embeds, sums), sums)
-        for projection in (attention.query_input, *attention.key_value_inputs)
-        for sums in [ProductSums()]
-    )
-    return _TokenProducts(query, tuple(key_value))
 
 
 def _no_attention(query: Tensor, keys: LayerKeys) -> Tensor:

@@ -42,7 +42,7 @@ def test_it_is_deepseeks_attention(rope: dict[str, Any], changes: dict[str, Any]
     x = torch.randn(40, config.hidden_size, dtype=torch.float64)
     positions = torch.arange(40)
     cos, sin = Rotary(config.rotary_width, config.rope_parameters, 64)(positions)
-    keys = LayerKeys(*ours.key_value(x, cos, sin))
+    keys = LayerKeys(*ours.expanded(ours.compressed(x, cos, sin)))
     query = ours.query(x, cos, sin)
     attended = attend_by_run(query, keys, [QueryRun(0, 40, 0, 40)], config.attention_scale)
     found = ours.output(attended)
