@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eagle31.kernels.plain_attention import LayerKeys, attend_by_run
 from eagle31.kernels.query_run import QueryRun
-from eagle31.model.attention import LayerKeys, attend_by_run
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 

@@ -10,65 +10,15 @@ Source: the merging is ring attention's (arXiv 2310.01889); the kernel is FlashA
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from eagle31.kernels.elementwise import widened
-
-
-class CausalBlock(Protocol):
-    """A kernel's attention of one step's queries to the step-0 keys."""
-
-    scale: float  # multiplies the scores
-
-    def forward(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return output [R, Hq, Dv] and log-sum-exp [R, Hq].
-
-        query: [R, Hq, D], keys: [S, Hkv, D], values: [S, Hkv, Dv].
-        """
-
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        sums: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """Return the query's gradient, and add those of keys and values to `sums`.
-
-        Output and lse may be merged with other terms.
-        """
-
-
-class NoContext:
-    """The block of a step whose window has no step-0 key: rows read their rollout keys alone."""
-
-    scale: float
-
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
-
-    def forward(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        output = query.new_zeros(*query.shape[:2], values.shape[-1])
-        return output, query.new_full(query.shape[:2], float("-inf"), dtype=widened(query.dtype))
-
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        sums: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        return torch.zeros_like(query)
+from eagle31.kernels.plain_attention import LayerKeys
+from eagle31.kernels.tiled_attention import TiledBlock
 
 
 class _MergedAttention(torch.autograd.Function):
@@ -77,7 +27,7 @@ class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        block: CausalBlock,
+        block: TiledBlock,
         row_indices: Sequence[Tensor | None],
         sums: tuple[Tensor, Tensor] | None,
         *tensors: Tensor,
@@ -87,7 +37,9 @@ class _MergedAttention(torch.autograd.Function):
         rollout = [_select(x, row_indices[i % num_steps]) for i, x in enumerate(rollout)]
         output, lse = block.forward(query, keys, values)
         if num_steps:
-            output, lse = _merge(output, lse, query, rollout[:num_steps], rollout[num_steps:], block.scale)
+            output, lse = _merge(
+                output, lse, query, rollout[:num_steps], rollout[num_steps:], block.kernel.scale
+            )
         ctx.block, ctx.row_indices, ctx.sums = block, row_indices, sums
         ctx.save_for_backward(output, lse, *tensors)
         return output
@@ -112,7 +64,7 @@ class _MergedAttention(torch.autograd.Function):
                 output,
                 lse,
                 grad_query,
-                ctx.block.scale,
+                ctx.block.kernel.scale,
             )
             gradients = [
                 _scatter(x, ctx.row_indices[i % num_steps], rollout[i]) for i, x in enumerate(gradients)
@@ -120,34 +72,17 @@ class _MergedAttention(torch.autograd.Function):
         return None, None, None, grad_query, *of_keys, *gradients
 
 
-def merged_attention(
-    block: CausalBlock,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rollout_keys: Sequence[Tensor],
-    rollout_values: Sequence[Tensor],
-    row_indices: Sequence[Tensor | None],
-    sums: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+def merged_attention(block: TiledBlock, query: Tensor, keys: LayerKeys) -> Tensor:
     """Attend to the step-0 keys that the block makes visible and to each row's rollout keys of steps 1..k.
 
     Args:
         query: [R, Hq, D], rotated.
-        keys: [S, Hkv, D] of step 0, rotated.
-        values: [S, Hkv, Dv] of step 0; Dv may be less than D.
-        rollout_keys, rollout_values: k tensors [R_i, Hkv, D] and [R_i, Hkv, Dv] of steps 1..k.
-        row_indices: for each of the k steps int64 [R], the queries' rows within that step's rows; None where
-            they are the same rows.
-        sums: float32 or wider, in the shapes of keys and values: the backward pass adds their gradients here
-            instead of returning them.
 
     Returns:
         [R, Hq, Dv] in the query's dtype; the softmax is float32 or wider.
     """
-    return _MergedAttention.apply(
-        block, row_indices, sums, query, keys, values, *rollout_keys, *rollout_values
-    )
+    rollout = (*keys.rollout_keys, *keys.rollout_values)
+    return _MergedAttention.apply(block, keys.row_indices, keys.sums, query, keys.keys, keys.values, *rollout)
 
 
 def _select(x: Tensor, index: Tensor | None) -> Tensor:

@@ -32,19 +32,9 @@ class FlashKernel:
         """Return output [1, Hq, n, Dv] and log-sum-exp [1, Hq, n]."""
         return _flash_forward(query, key, value, attn_mask=mask, scale=self.scale)
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        mask: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _flash_backward(
-            grad, query, key, value, output, lse, 0.0, False, attn_mask=mask, scale=self.scale
-        )
+    def backward(self, *tensors: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return those of query, key and value, from the output's gradient, these three, output and lse."""
+        return _flash_backward(*tensors, 0.0, False, attn_mask=mask, scale=self.scale)
 
 
 @dataclass(frozen=True)
@@ -89,50 +79,52 @@ class PlainKernel:
 Kernel: TypeAlias = FlashKernel | PlainKernel
 
 
-@dataclass(frozen=True)
-class TileMasks:
-    """One additive mask of which the mask of every tile is a part."""
+def tile_mask(longest: int, like: Tensor, window: int | None = None) -> Tensor:
+    """Return an additive mask, of which the mask of every tile is a part, in the dtype and device of `like`.
 
-    mask: Tensor  # [TILE, before + TILE]: query i reads keys up to before + i
-    window: int | None = None  # the number of keys that a query reads, its own included; None for all
+    Args:
+        longest: the most keys of a run.
+        window: the number of keys that a query reads, its own included; None for all.
 
-    @staticmethod
-    def for_keys(longest: int, like: Tensor, window: int | None = None) -> "TileMasks":
-        """Build the mask for runs of at most `longest` keys, in the dtype and on the device of `like`."""
-        before = longest if window is None else min(longest, window - 1)
-        every = torch.ones(TILE, before + TILE, dtype=torch.bool, device=like.device)
-        hidden = every.triu(before + 1)
-        if window is not None:
-            hidden |= every.tril(before - window)
-        return TileMasks(like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf")), window)
-
-    def of_tile(self, num_queries: int, num_keys: int) -> Tensor:
-        """Return the mask [num_queries, num_keys] of queries that are the last rows of their keys."""
-        start = self.mask.shape[1] - TILE - (num_keys - num_queries)
-        return self.mask[:num_queries, start : start + num_keys]
+    Returns:
+        [TILE, before + TILE]: query i reads keys up to before + i.
+    """
+    before = longest if window is None else min(longest, window - 1)
+    every = torch.ones(TILE, before + TILE, dtype=torch.bool, device=like.device)
+    hidden = every.triu(before + 1)
+    if window is not None:
+        hidden |= every.tril(before - window)
+    return like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
 
 
 class TiledBlock:
-    """A causal block whose runs are split into tiles of queries, one kernel call each.
+    """Attention of one step's queries to the step-0 keys: a kernel call for each tile of a run.
 
     A tile reads no key before the window of its first query.
+
+    Args:
+        mask: `tile_mask` of the window, the number of step-0 keys that a query reads; 0 needs none.
     """
 
-    def __init__(self, runs: Sequence[QueryRun], masks: TileMasks, kernel: Kernel) -> None:
+    def __init__(
+        self, runs: Sequence[QueryRun], mask: Tensor | None, window: int | None, kernel: Kernel
+    ) -> None:
         self.kernel = kernel
-        self.scale = kernel.scale
-        self.tiles = [
-            (
-                slice(tile.query_start, tile.query_stop),
-                slice(tile.key_start, tile.key_stop),
-                masks.of_tile(tile.num_queries, tile.num_keys),
-            )
-            for tile in (one.within(masks.window) for one in tiles(runs, TILE))
-        ]
+        self.tiles = []
+        if mask is None:
+            return
+        for tile in (one.within(window) for one in tiles(runs, TILE)):
+            start = mask.shape[1] - TILE - (tile.num_keys - tile.num_queries)
+            rows, seen = slice(tile.query_start, tile.query_stop), slice(tile.key_start, tile.key_stop)
+            self.tiles.append((rows, seen, mask[: tile.num_queries, start : start + tile.num_keys]))
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        output = query.new_empty(*query.shape[:2], values.shape[-1])
-        lse = query.new_empty(query.shape[:2], dtype=widened(query.dtype))
+        """Return output [R, Hq, Dv] and log-sum-exp [R, Hq].
+
+        query: [R, Hq, D], keys: [S, Hkv, D], values: [S, Hkv, Dv].
+        """
+        output = query.new_zeros(*query.shape[:2], values.shape[-1])
+        lse = query.new_full(query.shape[:2], float("-inf"), dtype=widened(query.dtype))
         query, keys, values = _heads_first(query), _heads_first(keys), _heads_first(values)
         for rows, seen, mask in self.tiles:
             out, sums = self.kernel.forward(query[:, :, rows], keys[:, :, seen], values[:, :, seen], mask)
@@ -150,7 +142,11 @@ class TiledBlock:
         lse: Tensor,
         sums: tuple[Tensor, Tensor],
     ) -> Tensor:
-        found = torch.empty_like(query)
+        """Return the query's gradient, and add those of keys and values to `sums`.
+
+        Output and lse may be merged with other terms.
+        """
+        found = torch.zeros_like(query)
         grad_query, grad_keys, grad_values = (_heads_first(x) for x in (found, *sums))
         grad, query, output = _heads_first(grad), _heads_first(query), _heads_first(output)
         keys, values, lse = _heads_first(keys), _heads_first(values), lse.t().unsqueeze(0)
@@ -162,7 +158,7 @@ class TiledBlock:
                 values[:, :, seen],
                 output[:, :, rows],
                 lse[:, :, rows],
-                mask,
+                mask=mask,
             )
             grad_query[:, :, rows] = dq
             grad_keys[:, :, seen] += dk

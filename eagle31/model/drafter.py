@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from eagle31.kernels.elementwise import RMSNorm
-from eagle31.model.attention import Attend, LayerKeys, Products
+from eagle31.kernels.plain_attention import Attend, LayerKeys
+from eagle31.model.attention import Products
 from eagle31.model.config import DrafterConfig
 from eagle31.model.layer import DrafterLayer
 from eagle31.model.rope import Rotary

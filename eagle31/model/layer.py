@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from eagle31.kernels.elementwise import GatedLinear, RMSNorm, StepLinear
-from eagle31.model.attention import NO_PRODUCTS, Attend, AttentionModule, LayerKeys, Products
+from eagle31.kernels.plain_attention import Attend, LayerKeys
+from eagle31.model.attention import NO_PRODUCTS, AttentionModule, Products
 from eagle31.model.config import DrafterConfig
 
 

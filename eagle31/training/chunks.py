@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from eagle31.kernels.elementwise import widened
-from eagle31.model.attention import LayerKeys
+from eagle31.kernels.plain_attention import LayerKeys
 from eagle31.model.drafter import Drafter
 from eagle31.training.batch import PackedBatch
 from eagle31.training.rollout import filled, key_attention, prefill, row_parts

@@ -12,22 +12,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from eagle31.kernels.elementwise import widened
-from eagle31.kernels.query_run import context_window, document_starts, query_runs
+from eagle31.kernels.plain_attention import LayerKeys, attend_by_run
+from eagle31.kernels.query_run import document_starts, query_runs
 from eagle31.kernels.transfer import to_device
-from eagle31.model.attention import (
-    MAX_SCORES,
-    Attend,
-    LayerKeys,
-    attend_by_run,
-    attention_weights,
-    weighted_values,
-)
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
@@ -122,7 +115,9 @@ def measure_drift(drafter: Drafter, frozen: FrozenParts, chosen: DriftRows) -> D
     lm_head = frozen.lm_head or drafter.lm_head
     hits, state_rms = [], []
     for step, (state, fed_back) in enumerate(
-        reference_rollout(drafter, frozen.embed_tokens, batch, rows, num_steps, attention.functions)
+        reference_rollout(
+            drafter, frozen.embed_tokens, batch, rows, num_steps, attention.attend_rows, attention.attend
+        )
     ):
         greedy = lm_head(state).argmax(-1)
         if frozen.draft_target_ids is not None:
@@ -157,76 +152,37 @@ def measure_drift(drafter: Drafter, frozen: FrozenParts, chosen: DriftRows) -> D
     )
 
 
-class _Tile(NamedTuple):
-    """Some queries of one document, and the keys up to the last of them."""
-
-    queries: slice
-    keys: slice
-
-
 class _RecordingAttention:
     """The plain attention, which also sums each head's weights by kind of key.
 
-    Each layer calls it once a step, in order. Its memory is that of `MAX_SCORES` scores.
+    Each layer calls it once a step, in order.
     """
 
     def __init__(self, chosen: DriftRows, config: DrafterConfig, device: torch.device) -> None:
         self.weights: list[Tensor] = []  # [3, H] of each call, means over the rows
-        self._scale, self._window = config.attention_scale, config.sliding_window
         starts = document_starts(chosen.batch.document_ids)
-        longest = int(chosen.batch.position_ids.max()) + 1
-        size = max(MAX_SCORES // (config.num_attention_heads * longest), 1)
-        self._tiles = _tiles(chosen.rows, starts, size)
         (self.rows,) = to_device([chosen.rows], device)
-        every_row = query_runs(torch.arange(len(starts)), starts)
-        self._attend_every_row = partial(
-            attend_by_run, runs=every_row, scale=self._scale, window=self._window
-        )
+        self._runs = query_runs(chosen.rows, starts)
+        self._every_row = query_runs(torch.arange(len(starts)), starts)
+        self._plain = partial(attend_by_run, scale=config.attention_scale, window=config.sliding_window)
 
-    @property
-    def functions(self) -> tuple[Attend, Attend]:
-        """Return the attention of all rows, for layers before the last at step 0, and that of the chosen."""
-        return self._attend_rows, self._attend
+    def attend_rows(self, query: Tensor, keys: LayerKeys) -> Tensor:
+        """Attend from all rows, for layers before the last at step 0."""
+        self.attend(query[self.rows], keys)
+        return self._plain(query, keys, self._every_row)
 
-    def _attend_rows(self, query: Tensor, keys: LayerKeys) -> Tensor:
-        self._attend(query[self.rows], keys)
-        return self._attend_every_row(query, keys)
+    def attend(self, query: Tensor, keys: LayerKeys) -> Tensor:
+        """Attend from the chosen rows."""
+        sums = []
 
-    def _attend(self, query: Tensor, keys: LayerKeys) -> Tensor:
-        out, sums = [], []
-        window = context_window(self._window, len(keys.rollout_keys))
-        keys = keys.within(self._window)
-        for tile in self._tiles:
-            step_keys = keys.keys[tile.keys]
-            rollout_keys = [key[tile.queries] for key in keys.rollout_keys]
-            rollout_values = [value[tile.queries] for value in keys.rollout_values]
-            key_rows = torch.arange(tile.keys.start, tile.keys.stop, device=query.device)
-            rows = self.rows[tile.queries].unsqueeze(1)
-            visible = key_rows <= rows
-            if window is not None:
-                visible &= key_rows > rows - window
-            weights = attention_weights(query[tile.queries], step_keys, visible, rollout_keys, self._scale)
+        def note(weights: Tensor, num_keys: int, has_sink: bool) -> None:
             by_head = weights.flatten(0, 1)  # shape: [H, queries, keys + steps]
-            num_keys = len(step_keys)
-            context, own = by_head[..., 1:num_keys].sum(-1), by_head[..., num_keys:].sum(-1)
-            sums.append(torch.stack((by_head[..., 0], context, own)))
-            out.append(weighted_values(weights.to(query.dtype), keys.values[tile.keys], rollout_values))
+            sizes = [int(has_sink), num_keys - has_sink, by_head.shape[-1] - num_keys]
+            sums.append(torch.stack([part.sum(-1) for part in by_head.split(sizes, dim=-1)]))
+
+        out = self._plain(query, keys, self._runs, note=note)
         self.weights.append(torch.cat(sums, dim=-1).mean(-1))
-        return torch.cat(out)
-
-
-def _tiles(rows: Tensor, starts: Tensor, size: int) -> list[_Tile]:
-    """Group rows of the same document, at most `size` of them. Both are on the CPU."""
-    tiles = []
-    _, lengths = starts[rows].unique_consecutive(return_counts=True)
-    first = 0
-    for length in lengths.tolist():
-        for begin in range(first, first + length, size):
-            queries = rows[begin : min(begin + size, first + length)]
-            start, stop = int(starts[queries[0]]), int(queries[-1]) + 1
-            tiles.append(_Tile(slice(begin, begin + len(queries)), slice(start, stop)))
-        first += length
-    return tiles
+        return out
 
 
 def _alone(states: Sequence[Tensor], index: int) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eagle31.kernels.plain_attention import Attend, attend_by_run
 from eagle31.kernels.query_run import document_starts, query_runs
 from eagle31.kernels.transfer import to_device
-from eagle31.model.attention import Attend, attend_by_run
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch, supervised_drafts, supervised_positions
@@ -27,15 +27,15 @@ def reference_rollout(
     batch: PackedBatch,
     rows: Tensor,
     num_steps: int,
-    attention: tuple[Attend, Attend] | None = None,
+    attend_rows: Attend,
+    attend: Attend,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Roll `rows` out; same arguments and results as `eagle31.training.rollout.rollout`.
 
     Args:
-        attention: that of all rows and that of `rows`; None builds them here, which reads the rows.
+        attend_rows, attend: the attention of all rows and that of `rows`.
     """
     last = batch.input_ids.shape[0] - 1
-    attend_rows, attend = attention or _plain_attention(drafter, batch, rows)
     every_row = torch.arange(last + 1)
     (on_device,) = to_device([every_row], rows.device)
     captured_state, keys = prefill_in_parts(
@@ -47,13 +47,6 @@ def reference_rollout(
         rotation = drafter.rotary(position_ids + step)
         normed, state, keys = drafter.rollout_step(step, state, embeds, rotation, attend, keys)
         yield normed, state
-
-
-def _plain_attention(drafter: Drafter, batch: PackedBatch, rows: Tensor) -> tuple[Attend, Attend]:
-    starts, config = document_starts(batch.document_ids), drafter.config
-    attend = partial(attend_by_run, scale=config.attention_scale, window=config.sliding_window)
-    every_row = query_runs(torch.arange(len(starts), device=starts.device), starts)
-    return partial(attend, runs=every_row), partial(attend, runs=query_runs(rows, starts))
 
 
 def plain_loss(logits: Tensor, teacher: Teacher) -> Tensor:
@@ -91,7 +84,13 @@ def reference_loss(
     lm_head = frozen.lm_head or drafter.lm_head
     total = torch.zeros((), device=rows.device)
     sums = []
-    steps = reference_rollout(drafter, frozen.embed_tokens, batch, rows, num_steps)
+    starts, config = document_starts(batch.document_ids), drafter.config
+    every_row = torch.arange(len(starts), device=rows.device)
+    attention = [
+        partial(attend_by_run, runs=runs, scale=config.attention_scale, window=config.sliding_window)
+        for runs in (query_runs(every_row, starts), query_runs(rows, starts))
+    ]
+    steps = reference_rollout(drafter, frozen.embed_tokens, batch, rows, num_steps, *attention)
     for step, (normed, state) in enumerate(steps):
         index = torch.nonzero(supervised[rows, step]).squeeze(1)  # of the rows that are still supervised
         with torch.no_grad():

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eagle31.kernels.merged_attention import CausalBlock, NoContext, merged_attention
+from eagle31.kernels.merged_attention import merged_attention
 from eagle31.kernels.packed_attention import PackedBlock, flash_obstacle, packed_blocks, warn_once
 from eagle31.kernels.packed_steps import PackedKeys, packed_attention
-from eagle31.kernels.query_run import context_window
+from eagle31.kernels.plain_attention import Attend, LayerKeys
+from eagle31.kernels.query_run import QueryRun, context_window
 from eagle31.kernels.selected_rows import select_rows
 from eagle31.kernels.split_linear import ProductSums, TokenProjection
 from eagle31.kernels.step_sums import StepSums
-from eagle31.kernels.tiled_attention import FlashKernel, Kernel, PlainKernel, TiledBlock, TileMasks
-from eagle31.model.attention import Attend, LayerKeys
+from eagle31.kernels.tiled_attention import FlashKernel, PlainKernel, TiledBlock, tile_mask
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter, Prefill
 from eagle31.model.rope import Rotary
@@ -167,7 +167,8 @@ def chunk_rollout(
 
     Source: EAGLE-3 (arXiv 2503.01840) training-time test; arXiv 2605.09992 for the post-norm feedback.
     """
-    blocks = step_blocks(chunk, longest_document, drafter.config, embed_tokens)
+    steps = [(step.runs, step.first_index) for step in chunk.steps]
+    blocks = _blocks(steps, longest_document, drafter.config, embed_tokens)
     if isinstance(blocks[0], PackedBlock):
         num_slots = len(blocks) - 1, len(state)
         keys = [replace(x, packed=PackedKeys(x.keys, x.values, *num_slots, x.sums)) for x in keys]
@@ -205,27 +206,14 @@ def _no_attention(query: Tensor, keys: LayerKeys) -> Tensor:
     raise AssertionError("a drafter of one layer needs no attention before its drafts")
 
 
-def _attend(block: PackedBlock | CausalBlock, window: int | None) -> Attend:
-    def packed(query: Tensor, keys: LayerKeys) -> Tensor:
-        assert isinstance(block, PackedBlock)
+def _attend(block: PackedBlock | TiledBlock, window: int | None) -> Attend:
+    def attend(query: Tensor, keys: LayerKeys) -> Tensor:
+        if isinstance(block, TiledBlock):
+            return merged_attention(block, query, keys.within(window))
         store = keys.packed or PackedKeys(keys.keys, keys.values)
         return packed_attention(block, store, query, *keys.rollout_keys, *keys.rollout_values)
 
-    def merged(query: Tensor, keys: LayerKeys) -> Tensor:
-        assert not isinstance(block, PackedBlock)
-        keys = keys.within(window)
-        return merged_attention(
-            block,
-            query,
-            keys.keys,
-            keys.values,
-            keys.rollout_keys,
-            keys.rollout_values,
-            keys.row_indices,
-            keys.sums,
-        )
-
-    return packed if isinstance(block, PackedBlock) else merged
+    return attend
 
 
 def key_attention(schedule: RolloutSchedule, config: DrafterConfig, like: Tensor) -> Attend:
@@ -236,34 +224,35 @@ def key_attention(schedule: RolloutSchedule, config: DrafterConfig, like: Tensor
     """
     if config.num_hidden_layers == 1:
         return _no_attention
-    window = _effective(config.sliding_window, 0, schedule.longest_document)
-    block: PackedBlock | CausalBlock
-    if _uses_packed_kernel(config, like):
-        runs = [schedule.document_runs]
-        (block,) = packed_blocks(runs, [None], [window], [0], config.attention_scale, like.device)
-    else:
-        masks = TileMasks.for_keys(schedule.longest_document, like, window)
-        block = TiledBlock(schedule.document_runs, masks, _tile_kernel(config, like))
+    (block,) = _blocks([(schedule.document_runs, None)], schedule.longest_document, config, like)
     return _attend(block, config.sliding_window)
 
 
-def step_blocks(
-    chunk: ChunkSchedule, longest_document: int, config: DrafterConfig, like: Tensor
-) -> list[PackedBlock] | list[CausalBlock]:
-    """Return the block of each step of a chunk; the arguments are those of `key_attention`."""
-    scale, window, steps = config.attention_scale, config.sliding_window, chunk.steps
-    windows = [_effective(window, step, longest_document) for step in range(len(steps))]
+def _blocks(
+    steps: Sequence[tuple[Sequence[QueryRun], Tensor | None]],
+    longest_document: int,
+    config: DrafterConfig,
+    like: Tensor,
+) -> Sequence[PackedBlock | TiledBlock]:
+    """Return the block of each step.
+
+    Args:
+        steps: the runs of each step and `StepSchedule.first_index`.
+        longest_document, like: those of `chunk_rollout` and `key_attention`.
+    """
+    window, scale = config.sliding_window, config.attention_scale
+    # None where no query has as many keys.
+    windows = [context_window(window, step) for step in range(len(steps))]
+    windows = [None if size is None or size >= longest_document else size for size in windows]
+    runs, indices = zip(*steps, strict=True)
     if _uses_packed_kernel(config, like):
         first_steps = [0 if window is None else max(0, step - window) for step in range(len(steps))]
-        indices = [step.first_index for step in steps]
-        return packed_blocks([step.runs for step in steps], indices, windows, first_steps, scale, like.device)
-    masks = {size: TileMasks.for_keys(longest_document, like, size) for size in set(windows) if size != 0}
-    kernel = _tile_kernel(config, like)
-    blocks: list[CausalBlock] = [
-        NoContext(scale) if size == 0 else TiledBlock(step.runs, masks[size], kernel)
-        for step, size in zip(steps, windows, strict=True)
-    ]
-    return blocks
+        return packed_blocks(runs, indices, windows, first_steps, scale, like.device)
+    masks = {size: tile_mask(longest_document, like, size) for size in set(windows) if size != 0}
+    # The CPU's flash kernel has one width for keys and values, and is the slower one with padded values.
+    plain = like.device.type == "cuda" or config.value_width < config.head_dim
+    kernel = PlainKernel(scale) if plain else FlashKernel(scale)
+    return [TiledBlock(of, masks.get(size), size, kernel) for of, size in zip(runs, windows, strict=True)]
 
 
 def _uses_packed_kernel(config: DrafterConfig, like: Tensor) -> bool:
@@ -273,16 +262,3 @@ def _uses_packed_kernel(config: DrafterConfig, like: Tensor) -> bool:
     if obstacle is not None:
         warn_once(like.device, obstacle)
     return obstacle is None
-
-
-def _tile_kernel(config: DrafterConfig, like: Tensor) -> Kernel:
-    # The CPU's flash kernel has one width for keys and values, and is the slower one with padded values.
-    narrow = config.value_width < config.head_dim
-    plain = like.device.type == "cuda" or narrow
-    return PlainKernel(config.attention_scale) if plain else FlashKernel(config.attention_scale)
-
-
-def _effective(window: int | None, step: int, longest: int) -> int | None:
-    """Return the window of a step, or None where no query has as many keys."""
-    context = context_window(window, step)
-    return None if context is None or context >= longest else context

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from eagle31.kernels.elementwise import widened
-from eagle31.model.attention import LayerKeys
+from eagle31.kernels.plain_attention import LayerKeys
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch, sampled, supervised_drafts

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle31.decoding.chain import ChainDrafter
-from eagle31.model import attention
+from eagle31.kernels import plain_attention
 from eagle31.training.rollout import rollout
 from tests.eagle31.tiny import MLA, random_batch, tiny_config, tiny_drafter
 
@@ -27,15 +27,15 @@ def test_drafts_equal_the_rollout_of_their_tokens(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 4 * 3 * 24  # scores: of three queries with all keys, so that the new positions are several tiles
-    monkeypatch.setattr(attention, "MAX_SCORES", most)
-    plain, held = attention.attention_weights, [0]
+    monkeypatch.setattr(plain_attention, "MAX_SCORES", most)
+    plain, held = plain_attention.attention_weights, [0]
 
     def counted(*args: Any) -> torch.Tensor:
         weights = plain(*args)
         held.append(weights.numel())
         return weights
 
-    monkeypatch.setattr(attention, "attention_weights", counted)
+    monkeypatch.setattr(plain_attention, "attention_weights", counted)
     config, new_positions = tiny_config(**changes), (7, 1, 12)
     drafter, frozen = tiny_drafter(config)
     batch = random_batch((sum(new_positions) + NUM_TOKENS,), config, seed=3)

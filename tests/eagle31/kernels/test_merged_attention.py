@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle31.kernels.merged_attention import CausalBlock, NoContext, merged_attention
+from eagle31.kernels.merged_attention import merged_attention
+from eagle31.kernels.plain_attention import LayerKeys, attention_weights, weighted_values
 from eagle31.kernels.query_run import context_window
-from eagle31.kernels.tiled_attention import TILE, FlashKernel, Kernel, PlainKernel, TiledBlock, TileMasks
-from eagle31.model.attention import LayerKeys, rollout_attention
+from eagle31.kernels.tiled_attention import TILE, FlashKernel, Kernel, PlainKernel, TiledBlock, tile_mask
 from eagle31.training.schedule import RolloutSchedule, schedule_rollout
 
 DIM = 6
@@ -47,24 +47,20 @@ def reference(
     rollout = [x[row_index(schedule, step, i % step + 1)] for i, x in enumerate(rollout)]
     seen = range(step) if window is None else range(max(0, step - window), step)
     rollout_keys, rollout_values = ([rollout[i] for i in seen], [rollout[step + i] for i in seen])
-    return rollout_attention(query, keys, values, visible, rollout_keys, rollout_values, SCALE)
+    weights = attention_weights(query, keys, visible, rollout_keys, SCALE)
+    return weighted_values(weights, values, rollout_values)
 
 
 def row_index(schedule: RolloutSchedule, step: int, earlier: int) -> Tensor:
     return torch.searchsorted(schedule.chunks[0].steps[earlier].rows, schedule.chunks[0].steps[step].rows)
 
 
-def block_of(name: str, schedule: RolloutSchedule, step: int, window: int | None = None) -> CausalBlock:
+def block_of(name: str, schedule: RolloutSchedule, step: int, window: int | None = None) -> TiledBlock:
     context = context_window(window, step)
-    if context == 0:
-        return NoContext(SCALE)
     kernel: Kernel = FlashKernel(SCALE) if name == "flash" else PlainKernel(SCALE)
     longest = max(run.key_stop - run.key_start for run in schedule.chunks[0].steps[0].runs)
-    return TiledBlock(
-        schedule.chunks[0].steps[step].runs,
-        TileMasks.for_keys(longest, torch.zeros(0, dtype=torch.float64), context),
-        kernel,
-    )
+    mask = None if context == 0 else tile_mask(longest, torch.zeros(0, dtype=torch.float64), context)
+    return TiledBlock(schedule.chunks[0].steps[step].runs, mask, context, kernel)
 
 
 # The windows are shorter than the draft, than most documents, and longer than a tile. Odd ones are without
@@ -97,10 +93,7 @@ def compare_with_the_definition(
     row_indices = [row_index(schedule, step, earlier) for earlier in range(1, step)] + [None] * (step > 0)
     query, keys, values, *rollout = tensors
     read = LayerKeys(keys, values, tuple(rollout[:step]), tuple(rollout[step:]), tuple(row_indices))
-    read = read.within(window)
-    block = block_of(name, schedule, step, window)
-    rollout_tensors = (read.rollout_keys, read.rollout_values, read.row_indices)
-    found = merged_attention(block, query, keys, values, *rollout_tensors)
+    found = merged_attention(block_of(name, schedule, step, window), query, read.within(window))
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     found_grads = torch.autograd.grad(found, tensors, grad, materialize_grads=True)
     for one, other in zip(found_grads, expected_grads, strict=True):
@@ -112,9 +105,9 @@ def test_a_tile_reads_no_key_before_its_window() -> None:
     document_ids = torch.zeros(20 * TILE, dtype=torch.long)
     schedule = schedule_rollout(torch.ones(len(document_ids), 1, dtype=torch.bool), document_ids)
     for window in (1, 50, 5 * TILE):
-        masks = TileMasks.for_keys(len(document_ids), torch.zeros(0), window)
-        assert masks.mask.numel() <= TILE * (window + TILE)
-        block = TiledBlock(schedule.chunks[0].steps[0].runs, masks, FlashKernel(SCALE))
+        mask = tile_mask(len(document_ids), torch.zeros(0), window)
+        assert mask.numel() <= TILE * (window + TILE)
+        block = TiledBlock(schedule.chunks[0].steps[0].runs, mask, window, FlashKernel(SCALE))
         assert max(keys.stop - keys.start for _, keys, _ in block.tiles) == TILE + window - 1
 
 

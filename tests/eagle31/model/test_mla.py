@@ -11,8 +11,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3RotaryEmbedding,
 )
 
+from eagle31.kernels.plain_attention import LayerKeys, attend_by_run
 from eagle31.kernels.query_run import QueryRun
-from eagle31.model.attention import LayerKeys, attend_by_run
 from eagle31.model.config import DrafterConfig
 from eagle31.model.mla import LatentAttention, MlaShape
 from eagle31.model.rope import Rotary

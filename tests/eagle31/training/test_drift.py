@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle31.model.attention import LayerKeys
+from eagle31.kernels.plain_attention import LayerKeys
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training import drift
@@ -65,16 +65,15 @@ def test_states_and_drafts_are_those_of_the_fast_path(changes: dict[str, Any]) -
 def test_attention_equals_a_softmax_over_each_row(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drift, "MAX_SCORES", 2 * 4 * 41)  # so that it is held in parts
     drafter, frozen, chosen = small(**changes)
     calls: list[tuple[Tensor, LayerKeys]] = []
-    plain = drift._RecordingAttention._attend
+    plain = drift._RecordingAttention.attend
 
     def recorded(self: Any, query: Tensor, keys: LayerKeys) -> Tensor:
         calls.append((query, keys))
         return plain(self, query, keys)
 
-    monkeypatch.setattr(drift._RecordingAttention, "_attend", recorded)
+    monkeypatch.setattr(drift._RecordingAttention, "attend", recorded)
     found = measured(drafter, frozen, chosen)
     num_layers = drafter.config.num_hidden_layers
     assert len(calls) == NUM_STEPS * num_layers
