@@ -266,7 +266,7 @@ class LlamaPeer(Peer):
 class SpecForge(LlamaPeer):
     """fc_norm of EAGLE 3.1: it feeds back the state before the norm.
 
-    On a CPU the plain loss of the same file replaces the Triton one.
+    On a CPU it has sdpa in place of flex attention, and the plain loss of the same file in place of Triton's.
     """
 
     def __init__(
@@ -280,18 +280,19 @@ class SpecForge(LlamaPeer):
         from specforge.utils import padding
         from transformers import LlamaConfig
 
-        if device.type == "cpu":
-            eagle3.LogSoftmaxLoss = PlainLoss(losses)
         self.chosen = TrainingConfig()
+        backend = self.chosen.attention_backend
+        if device.type == "cpu":
+            eagle3.LogSoftmaxLoss, backend = PlainLoss(losses), "sdpa"
         width, vocab_size = spec["llama_config"]["hidden_size"], spec["draft_vocab_size"]
         keys: Json = {"target_hidden_size": width, "draft_vocab_size": vocab_size}
         keys |= {"fc_norm": True, "norm_output": True, "pretraining_tp": 1, "pad_token_id": None}
         drafter = LlamaForCausalLMEagle3(
-            LlamaConfig(**spec["llama_config"], **keys), attention_backend="sdpa"
+            LlamaConfig(**spec["llama_config"], **keys), attention_backend=backend
         )
         drafter.to(device, dtype).freeze_embedding()
         length = spec.get("ttt_steps", self.chosen.ttt_length)
-        model = eagle3.OnlineEagle3Model(drafter, length=length, attention_backend="sdpa")
+        model = eagle3.OnlineEagle3Model(drafter, length=length, attention_backend=backend)
         decay = inspect.signature(Eagle3TrainStrategy).parameters["ploss_decay"].default
         super().__init__(drafter, model, padding, spec.get("step_decay", decay), spec, weights)
         self.published = self.published | {"norm_output": False}

@@ -72,8 +72,8 @@ SHAPES = {
     "L64k": Shape("L64k", "answers only", 65_536, *_NARROW, num_steps=2),
     "S": Shape("S", "chat", 1024, *_SMOLLM2_135M, num_steps=4),
     "Q": Shape("Q", "chat", 1024, *_QWEN3_0_6B),
-    "E8k": Shape("E8k", "chat", 8192, *_LARGE),
-    "E64k": Shape("E64k", "chat", 65_536, *_LARGE),
+    "E8k": Shape("E8k", "answers only", 8192, *_LARGE),
+    "E8k-agent": Shape("E8k-agent", "agent", 8192, *_LARGE),
 }
 
 
