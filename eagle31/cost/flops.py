@@ -6,12 +6,14 @@ elementwise operations, so a utilisation computed from it leaves them out too.
 """
 
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from eagle31.kernels.query_run import context_window
 from eagle31.model.config import DrafterConfig
+from eagle31.model.shapes import MlaShape, NormedGqaShape
 from eagle31.training.batch import PackedBatch, sampled, supervised_drafts
 from eagle31.training.schedule import DraftCosts, needed_key_rows
 
@@ -219,7 +221,35 @@ def _projections(
     keys = counts.keys + counts.rolled_out - counts.rows[0]
     tokens = counts.keys + counts.teachers if reads_embedding else 0
     query_tokens = 0 if not reads_embedding else counts.teachers if last else tokens
-    of = config.attention.projections(config)
+    of = attention_projections(config)
     first = (tokens + keys) * hidden * of.key_width + (query_tokens + computed) * hidden * of.query_width
     second = keys * of.key_products + computed * of.query_products
     return 6 * (first + second + computed * heads * config.value_width * hidden)
+
+
+class Projections(NamedTuple):
+    """The products that make a row's query, and its keys and values."""
+
+    query_width: int  # of the products with the hidden state, which the embedding's products are added to
+    key_width: int
+    query_products: int = 0  # multiplications of a row in the products after these
+    key_products: int = 0
+    query_kept: int = 0  # elements of a row between the two, kept for the backward pass
+    key_kept: int = 0
+
+
+def attention_projections(config: DrafterConfig) -> Projections:
+    """Return what the FLOPs and the memory of attention's projections follow from."""
+    shape, heads = config.attention, config.num_attention_heads
+    query_width, key_width = heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    if not isinstance(shape, MlaShape):
+        kept = (query_width, key_width) if isinstance(shape, NormedGqaShape) else (0, 0)
+        return Projections(query_width, 2 * key_width, query_kept=kept[0], key_kept=kept[1])
+    return Projections(
+        query_width=shape.q_lora_rank,
+        key_width=shape.kv_lora_rank + shape.qk_rope_head_dim,
+        query_products=shape.q_lora_rank * query_width,
+        key_products=shape.kv_lora_rank * heads * (shape.qk_nope_head_dim + shape.v_head_dim),
+        query_kept=2 * shape.q_lora_rank,
+        key_kept=2 * shape.kv_lora_rank + shape.qk_rope_head_dim,
+    )

@@ -6,7 +6,7 @@ fragmentation.
 
 from dataclasses import dataclass, replace
 
-from eagle31.cost.flops import StepCounts
+from eagle31.cost.flops import StepCounts, attention_projections
 from eagle31.kernels.tiled_attention import TILE
 from eagle31.model.config import DrafterConfig
 from eagle31.training.fused_loss import PRODUCT_ELEMENTS
@@ -140,7 +140,7 @@ def validation_memory(
         mlp = 9 * hidden + config.num_attention_heads * config.value_width + 3 * config.intermediate_size
         return max(rows * mlp * itemsize, attention)
 
-    of = config.attention.projections(config)
+    of = attention_projections(config)
     tokens = (rows + num_steps - 1) * (of.query_width + of.key_width)
     later = (num_steps + 1 if flash else num_steps - 1) * rows * step.key_value_width * layers
     tables = (num_steps + 1) * rows * 2 * config.rotary_width * _WIDE
@@ -179,7 +179,7 @@ class _Step:
 
     def keys(self, rows: int) -> int:
         """Return the bytes of the normed state, its keys and values, and RoPE's tables."""
-        kept = self.config.attention.projections(self.config).key_kept
+        kept = attention_projections(self.config).key_kept
         width = self.config.hidden_size + self.key_value_width + kept
         return rows * (width * self.itemsize + 2 * self.config.rotary_width * _WIDE)
 
@@ -190,7 +190,7 @@ class _Step:
         # layer's output and the normed output.
         width = 5 * hidden + self.query_width + heads * self.config.value_width
         width += 2 * self.config.intermediate_size
-        width += self.config.attention.projections(self.config).query_kept
+        width += attention_projections(self.config).query_kept
         return rows * (width * self.itemsize + heads * _WIDE)
 
     def on_flash(self, device: str) -> bool:

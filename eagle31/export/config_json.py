@@ -3,9 +3,10 @@
 from typing import Any
 
 from eagle31.errors import UserError
+from eagle31.export.attention_json import FORMATS, attention_json
 from eagle31.export.layouts import IDS, Layout, Verifier, sglang_ids
 from eagle31.model.config import DrafterConfig
-from eagle31.model.mla import MlaShape
+from eagle31.model.shapes import MlaShape
 
 _NOT_IN_SGLANG = ("norm_before_residual", "sliding_window", "attention_bias", "mlp_bias")
 SLIDING = "sliding_attention"  # among the layer_types
@@ -32,7 +33,7 @@ def config_json(
         drafter["eagle_config"][IDS] = sglang_ids(config.aux_layer_ids)
     if layout is not Layout.speculators:
         return drafter
-    if not config.attention.in_speculators:
+    if not FORMATS[type(config.attention)].in_speculators:
         remedy = f"vLLM does not read this layout for {config.attention.title}; use export.layout=vllm."
         raise UserError("export.layout", layout.value, remedy)
     assert verifier is not None
@@ -67,7 +68,7 @@ def _check_sglang(config: DrafterConfig) -> None:
     Source: models/llama_eagle3.py and models/kimi_k25_eagle3.py of SGLang 0.5.23.
     """
     absent = [name for name in _NOT_IN_SGLANG if getattr(config, name)]
-    if not config.attention.in_sglang:
+    if not FORMATS[type(config.attention)].in_sglang:
         absent.append("attention")
     if isinstance(config.attention, MlaShape) and config.num_hidden_layers > 1:
         absent.append("num_hidden_layers")
@@ -82,7 +83,7 @@ def _drafter_json(config: DrafterConfig, dtype: str) -> dict[str, Any]:
     # The older spelling of RoPE: vLLM, transformers 4 and 5 and SGLang all read it.
     rope_scaling = {key: value for key, value in config.served_rope.items() if key != "rope_theta"}
     scaled = rope_scaling["rope_type"] != "default"
-    ids = list(config.aux_layer_ids)
+    ids, attention = list(config.aux_layer_ids), FORMATS[type(config.attention)]
     window = {}
     if config.sliding_window is not None:  # vLLM reads the width only for layers of this type
         window = {
@@ -90,14 +91,14 @@ def _drafter_json(config: DrafterConfig, dtype: str) -> dict[str, Any]:
             "layer_types": [SLIDING] * config.num_hidden_layers,
         }
     return {
-        "architectures": [config.attention.architectures[0]],
-        "model_type": config.attention.model_types[0],
+        "architectures": [attention.architectures[0]],
+        "model_type": attention.model_types[0],
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_hidden_layers,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
-        **config.attention.to_json(config),
+        **attention_json(config),
         "hidden_act": "silu",
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,

@@ -5,11 +5,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle31.errors import UserError
+from eagle31.export.attention_json import (
+    DEEPSPEC,
+    FORMATS,
+    AttentionFormat,
+    attention_heads,
+    attention_kind,
+    check_latent,
+)
 from eagle31.export.config_json import SLIDING
 from eagle31.export.layouts import IDS, Layout, layer_config, layout_of
-from eagle31.model.attention import AttentionShape
-from eagle31.model.config import ATTENTIONS, DrafterConfig
-from eagle31.model.gqa import DEEPSPEC
+from eagle31.model.config import DrafterConfig
+from eagle31.model.shapes import AttentionShape, MlaShape
 
 SHAPE_KEYS = (
     "hidden_size",
@@ -59,17 +66,18 @@ def _read_config(
     raw: dict[str, Any], num_target_layers: int | None, aux_layer_ids: Sequence[int] | None
 ) -> ReadConfig:
     layer = layer_config(raw)
-    attention = _attention(layer)
+    attention = attention_kind(layer)
     refuse_unknown_parts(raw, layer)
-    attention.check_json(layer)
-    values = _numbers(layer, attention)
+    if attention is MlaShape:
+        check_latent(layer)
+    values = _numbers(layer, FORMATS[attention])
     ids, notes = _aux_layer_ids(layer, num_target_layers, aux_layer_ids)
     window, window_notes = _sliding_window(layer, values["num_hidden_layers"], attention)
     notes += window_notes
     eagle = layer.get("eagle_config") or {}
     config = DrafterConfig(
         **{key: values[key] for key in SHAPE_KEYS},
-        **attention.from_json(layer),
+        **attention_heads(attention, layer),
         rms_norm_eps=values["rms_norm_eps"],
         rope_parameters=_rope_parameters(layer, values["max_position_embeddings"]),
         max_position_embeddings=values["max_position_embeddings"],
@@ -93,21 +101,7 @@ def _read_config(
     return ReadConfig(config, layout_of(raw), notes)
 
 
-def _attention(layer: dict[str, Any]) -> type[AttentionShape]:
-    """Return the kind of attention that a layer's config describes.
-
-    Raises:
-        UserError: vLLM has no such EAGLE-3 drafter, or it is not supported here.
-    """
-    architecture = next(iter(layer.get("architectures") or ()), None)
-    for kind in ATTENTIONS.values():
-        if architecture in kind.architectures:
-            return kind
-    supported = [name for kind in ATTENTIONS.values() for name in kind.architectures]
-    raise UserError("architectures", architecture, f"Supported are {', '.join(supported)}.")
-
-
-def _numbers(layer: dict[str, Any], attention: type[AttentionShape]) -> dict[str, Any]:
+def _numbers(layer: dict[str, Any], attention: AttentionFormat) -> dict[str, Any]:
     """Return the layer's sizes, with vLLM's defaults for missing ones.
 
     Raises:

@@ -4,15 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle31.errors import UserError
-from eagle31.model.attention import AttentionShape
-from eagle31.model.gqa import GqaShape, NormedGqaShape
-from eagle31.model.mla import MlaShape
 from eagle31.model.rope import served_rope
-
-# The kinds of attention, by the name that `drafter.attention` has for them.
-ATTENTIONS: dict[str, type[AttentionShape]] = {
-    kind.name: kind for kind in (GqaShape, NormedGqaShape, MlaShape)
-}
+from eagle31.model.shapes import AttentionShape, GqaShape
 
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
@@ -82,7 +75,7 @@ class DrafterConfig:
                 list(self.aux_layer_ids),
                 "Give at least one id, in ascending order and each once: vLLM sorts and deduplicates them.",
             )
-        self.attention.check(self)
+        self.attention.check(self.head_dim, self.rope_parameters)
 
     def _check_window(self) -> None:
         if self.sliding_window is None:
@@ -114,12 +107,12 @@ class DrafterConfig:
     @property
     def rotary_width(self) -> int:
         """Return the width of the part of a query or key that RoPE rotates."""
-        return self.attention.rotary_width(self)
+        return self.attention.rotary_width(self.head_dim)
 
     @property
     def value_width(self) -> int:
         """Return the width of one head's values."""
-        return self.attention.value_width(self)
+        return self.attention.value_width(self.head_dim)
 
     @property
     def attention_scale(self) -> float:

@@ -9,6 +9,9 @@ from eagle31.kernels.elementwise import GatedLinear, RMSNorm, StepLinear
 from eagle31.kernels.plain_attention import Attend, LayerKeys
 from eagle31.model.attention import NO_PRODUCTS, AttentionModule, Products
 from eagle31.model.config import DrafterConfig
+from eagle31.model.gqa import GroupedQueryAttention
+from eagle31.model.mla import LatentAttention
+from eagle31.model.shapes import MlaShape
 
 
 class MLP(nn.Module):
@@ -35,7 +38,8 @@ class DrafterLayer(nn.Module):
         self.input_layernorm = RMSNorm(width, eps=eps)
         if self.reads_embedding:
             self.hidden_norm = RMSNorm(width, eps=eps)
-        self.self_attn: AttentionModule = config.attention.module(config, self.reads_embedding)
+        kind = LatentAttention if isinstance(config.attention, MlaShape) else GroupedQueryAttention
+        self.self_attn: AttentionModule = kind(config, self.reads_embedding)
         self.post_attention_layernorm = RMSNorm(width, eps=eps)
         self.mlp = MLP(config)
 

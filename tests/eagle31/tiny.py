@@ -9,8 +9,7 @@ from torch import nn
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.model.gqa import NormedGqaShape
-from eagle31.model.mla import MlaShape
+from eagle31.model.shapes import MlaShape, NormedGqaShape
 from eagle31.training.batch import PackedBatch
 
 VOCAB = 61

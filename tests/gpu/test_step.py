@@ -15,7 +15,7 @@ from torch.nn.attention import current_flash_attention_impl
 from eagle31.cost.flops import StepCounts, count_step, step_flops
 from eagle31.model.config import DrafterConfig
 from eagle31.model.frozen import FrozenParts
-from eagle31.model.mla import MlaShape
+from eagle31.model.shapes import MlaShape
 from eagle31.training.reference import reference_loss
 from eagle31.training.rollout import CHUNK_ROWS
 from eagle31.training.step import rollout_loss

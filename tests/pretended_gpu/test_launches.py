@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle31.model.mla import MlaShape
+from eagle31.model.shapes import MlaShape
 from scripts.bench.pretended_gpu.device import PretendedGpu
 from tests.eagle31.tiny import tiny_config
 from tests.pretended_gpu.steps import drafter_on_gpu, host_batch, step

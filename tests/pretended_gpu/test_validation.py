@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eagle31.cost.memory import validation_memory
-from eagle31.model.mla import MlaShape
+from eagle31.model.shapes import MlaShape
 from eagle31.training import reference
 from eagle31.training.batch import PackedBatch
 from eagle31.training.drift import choose_rows, measure_drift

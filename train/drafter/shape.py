@@ -7,8 +7,8 @@ from transformers import PreTrainedConfig
 
 from data.target.architecture import active_intermediate_size, first_layer, head_width
 from eagle31.errors import UserError
-from eagle31.model.attention import AttentionShape
-from eagle31.model.config import ATTENTIONS, DrafterConfig
+from eagle31.model.config import DrafterConfig
+from eagle31.model.shapes import ATTENTIONS, AttentionShape, MlaShape
 from train.config.drafter import Attention, DrafterShape
 from train.config.run import RunConfig
 
@@ -108,7 +108,21 @@ def attention_heads(shape: DrafterShape, target: Any, num_heads: int, hidden_siz
             if kind is not chosen and getattr(shape, name) is not None:
                 remedy = f"It is a setting of {kind.title}; set drafter.attention={kind.name} too."
                 raise UserError(f"drafter.{name}", getattr(shape, name), remedy)
-    return chosen.from_target(vars(shape), target, num_heads, head_width(target) or hidden_size // num_heads)
+    if not issubclass(chosen, MlaShape):
+        return {
+            "attention": chosen(),
+            "num_key_value_heads": shape.num_key_value_heads or target.num_key_value_heads,
+            "head_dim": shape.head_dim or head_width(target) or hidden_size // num_heads,
+        }
+    widths = {name: _given(getattr(shape, name), getattr(target, name, None)) for name in chosen.widths()}
+    for name, value in widths.items():
+        if value is None:
+            raise UserError(f"drafter.{name}", None, "The target has no such width; set it.")
+    latent = chosen(**widths)
+    if shape.head_dim not in (None, latent.head_dim):
+        remedy = "With MLA it is drafter.qk_nope_head_dim + drafter.qk_rope_head_dim; remove it."
+        raise UserError("drafter.head_dim", shape.head_dim, remedy)
+    return {"attention": latent, "num_key_value_heads": num_heads, "head_dim": latent.head_dim}
 
 
 def _attention(shape: DrafterShape) -> type[AttentionShape]:

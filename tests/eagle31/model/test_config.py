@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from eagle31.errors import UserError
-from eagle31.model.mla import MlaShape
+from eagle31.model.shapes import MlaShape
 from tests.eagle31.tiny import MLA, tiny_config
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.model.mla import MlaShape
+from eagle31.model.shapes import MlaShape
 from eagle31.training.batch import PackedBatch
 from eagle31.training.reference import reference_loss
 from eagle31.training.step import DepthSums, rollout_loss, schedule_batch

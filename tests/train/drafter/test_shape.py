@@ -13,8 +13,7 @@ from transformers import (
 )
 
 from eagle31.errors import UserError
-from eagle31.model.gqa import GqaShape
-from eagle31.model.mla import MlaShape
+from eagle31.model.shapes import GqaShape, MlaShape
 from train.config.drafter import Attention, DrafterShape
 from train.drafter.shape import attention_heads, fitted, rope_parameters, sliding_window
 

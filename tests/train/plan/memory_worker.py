@@ -16,8 +16,7 @@ import torch
 
 from eagle31.cost.flops import count_step
 from eagle31.model.config import DrafterConfig
-from eagle31.model.gqa import GqaShape
-from eagle31.model.mla import MlaShape
+from eagle31.model.shapes import GqaShape, MlaShape
 from eagle31.training.rollout import CHUNK_ROWS
 from tests.gpu.engine import build_engine, random_row, update
 from train.plan.memory import TrainerSettings, trainer_memory
