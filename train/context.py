@@ -1,6 +1,7 @@
 """What the stages of a run share: its settings, results, target, drafter and servers."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,7 @@ class RunContext:
     started: float = field(default_factory=time.time)  # in seconds since the epoch
     artifacts: dict[Stage, Artifact] = field(default_factory=dict)
     reused: set[str] = field(default_factory=set)  # names of the stages that were finished already
+    stop_reason: Callable[[], str | None] = lambda: None  # why training is to stop
 
     @property
     def output_dir(self) -> Path:

@@ -111,9 +111,11 @@ class DeviceRows:
         return StepRows(first.counts, first.num_rows, self._rows(step, first.num_rows, first.row))
 
     def close(self) -> None:
-        """End the background thread. Close the loader first, which ends a wait for data."""
+        """End the background threads, also the loader's."""
+        self.loader.stop()
         if self._executor is not None:
-            self._executor.shutdown(wait=True, cancel_futures=True)
+            self._executor.shutdown()  # once the row that it reads is there: ranks that share it wait for it
+        self.loader.close()
 
     def _rows(self, step: int, num_rows: int, first: DeviceRow) -> Iterator[DeviceRow]:
         yield first

@@ -27,6 +27,8 @@ class SourceStats:
 class OrderedSource(HiddenStateSource, Protocol):
     """A source that produces samples in advance, in the order in which they are announced."""
 
+    @property
+    def gave_up(self) -> bool: ...
     def expect(self, indices: Sequence[int]) -> None: ...
     def collect_stats(self) -> SourceStats: ...
     def stop(self) -> None: ...
@@ -172,10 +174,19 @@ class RowLoader:
         """Return the statistics since the last call, or None if the samples are in a store."""
         return self.source.collect_stats() if isinstance(self.source, OrderedSource) else None
 
-    def close(self) -> None:
-        """Stop the background thread, even while it waits for states."""
+    @property
+    def gave_up(self) -> bool:
+        """Whether rows may lack samples, because the run is to stop and their states have not arrived."""
+        return isinstance(self.source, OrderedSource) and self.source.gave_up
+
+    def stop(self) -> None:
+        """Wait for no more states."""
         if isinstance(self.source, OrderedSource):
             self.source.stop()
+
+    def close(self) -> None:
+        """Stop the background thread, even while it waits for states."""
+        self.stop()
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _drop(self) -> None:

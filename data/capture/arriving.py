@@ -2,7 +2,6 @@
 
 import logging
 import secrets
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -47,6 +46,8 @@ class ArrivingStates:
     when an engine has died, is requested again, and a sample that no engine can make counts as one without
     tokens.
 
+    Where the run is to stop, it gives up: samples that have not arrived come without tokens.
+
     One thread uses this, except for `collect_stats` and `stop`. A key consists of `name`, a random name of
     this object and the position in the order, so that no sample of a killed run is mistaken for one of this
     run.
@@ -57,6 +58,7 @@ class ArrivingStates:
         spool_gb: the bound, in 1e9 bytes, which `num_sharing` ranks share equally.
         name: letters, digits, - and _; the name of this trainer process in this run.
         checks_refused: whether too many refused samples are an error; a store checks its own.
+        stopping: whether the run is to stop, asked while a sample is awaited.
 
     Raises:
         UserError: the longest sample exceeds the bound; from `get_many`: its samples together do, too many
@@ -75,12 +77,14 @@ class ArrivingStates:
         num_sharing: int = 1,
         name: str,
         checks_refused: bool = True,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self.lengths = dataset_lengths(dataset)
         self.limit_bytes = int(spool_gb * 1e9 / num_sharing)
         self._producer, self._transport, self._shape = producer, transport, shape
         self._spool_gb, self._num_sharing = spool_gb, num_sharing
-        self._checks_refused = checks_refused
+        self._checks_refused, self._stopping = checks_refused, stopping
+        self.gave_up = False  # samples may lack that have not arrived
         self._name = f"{name}-{secrets.token_hex(4)}"
         self._tokens, self._sample_bytes = TokenRows(dataset), sample_bytes
         self._num_announced = 0
@@ -96,7 +100,6 @@ class ArrivingStates:
         self._full_seconds = 0.0
         self._reported = (0.0, 0.0, 0)  # totals at the last `collect_stats`
         self._held_since: float | None = None  # when a request was last held back
-        self._stopped = threading.Event()
         longest = max(range(len(self)), key=lambda index: self.lengths[index])
         [(_, mask)] = self._tokens.read([longest])
         self._check_bound(sample_bytes(mask), f"The longest sample, of {len(mask):,} tokens, takes")
@@ -144,8 +147,8 @@ class ArrivingStates:
         return SourceStats(sum(arrived), starved, full, int(restarts))
 
     def stop(self) -> None:
-        """End a wait in another thread with an error in that thread."""
-        self._stopped.set()
+        """Give up, also in a wait of another thread."""
+        self.gave_up = True
 
     def _check_bound(self, needed: int, what: str) -> None:
         if needed > self.limit_bytes:
@@ -194,15 +197,13 @@ class ArrivingStates:
         return sample
 
     def _wait_for(self, expected: _Expected) -> CapturedSample | None:
-        """Wait for a sample; return None where it is refused."""
+        """Wait for a sample; return None where it is refused, or given up."""
         key, since, num_repeats = expected.request.key, time.monotonic(), 0
         limit = _ARRIVAL_SECONDS + expected.num_bytes * self._num_sharing / _SLOW_BYTES
-        while True:
+        while not (self.gave_up or self._stopping()):
             sample = self._transport.take(expected.request, _POLL_SECONDS)
             if sample is not None:
                 return sample
-            if self._stopped.is_set():
-                raise RuntimeError("stopped while it waited for hidden states")
             self._look_after_producer()
             if key in self._refusals:
                 self._refuse(expected.index, self._refusals.pop(key))
@@ -218,6 +219,8 @@ class ArrivingStates:
                         "look into the servers' logs. Finished work is kept."
                     )
                     raise UserError("capture.transport", self._transport.to_json(), remedy)
+        self.gave_up = True
+        return None
 
     def _repeat(self) -> bool:
         """Request what was answered and has not arrived again; return whether the next sample is among it."""

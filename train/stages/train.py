@@ -123,7 +123,7 @@ def train_on(
         shared=shared_rows(config, drafter.config, groups),
         flops_of=row_flops(config, drafter.config) if speed.peak_flops is not None else None,
     )
-    with closing(rows), closing(loader), tracker:
+    with closing(rows), tracker:
         loop = TrainingLoop(
             engine,
             rows,
@@ -137,8 +137,8 @@ def train_on(
             world,
         )
         stop_at = time_limit(config.stop_after_minutes, os.environ, context.started)
-        with stop_reasons(stop_at) as stop_reason:
-            state = loop.run(stop_reason)
+        with stop_reasons(stop_at) as context.stop_reason:
+            state = loop.run(context.stop_reason)
     release_memory(engine)
     return {
         "steps": state.step,

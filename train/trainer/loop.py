@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import deepspeed
 import torch
@@ -70,6 +70,8 @@ class TrainingLoop:
         self.settings, self.state = settings, state
         self.window = WindowSums(settings.num_depths, world.device)
         self.bar = Progress("train", settings.max_steps, "steps", initial=state.step, shown=world.is_main)
+        self.stop_reason: Callable[[], str | None] = lambda: None
+        self.saved_step = state.step
         self.learning_rate = 0.0  # of the newest step
         self.grad_norm = torch.tensor(0.0)  # of the newest step, before clipping
 
@@ -83,7 +85,7 @@ class TrainingLoop:
             Stopped: a rank was asked to stop, and a checkpoint is saved.
             UserError: too many steps in a row were skipped.
         """
-        settings, state = self.settings, self.state
+        settings, state, self.stop_reason = self.settings, self.state, stop_reason
         log = Action(settings.log_every, self._log)
         save = Action(settings.save_every, self._save, also_after=settings.saves_after)
         validate = Action(settings.validate_every, self._validate)
@@ -95,31 +97,41 @@ class TrainingLoop:
                 self._validate()
             while state.step < settings.max_steps:
                 due = [one for one in (log, validate, save) if self._is_due(one)]
-                stop = self._step(with_metrics=log in due, stop=stop_reason() is not None)
-                if stop and state.step < settings.max_steps:
+                stop = self._step(with_metrics=log in due) and state.step < settings.max_steps
+                if stop:
                     # There may be no time to validate; the run that resumes does it first.
-                    due = [*(one for one in due if one is log), save]
+                    due = [one for one in due if one is log]
                 self._report_skipped(wait=bool(due))
-                if self.skipped.num_in_a_row and not stop:
+                if self.skipped.num_in_a_row:
                     # The weights may be useless; they must not replace good ones.
                     due = [one for one in due if one is not save]
                 for action in due:
                     action.run()
-                if stop or state.step == settings.max_steps:
-                    self.checkpoints.finish()
-                if stop and state.step < settings.max_steps:
-                    if self.world.is_main:
-                        print(f"train: saved after step {state.step} and stopped; the same command resumes")
-                    raise Stopped(state.step, stop_reason())
+                if stop:
+                    self._stop()
+            self.checkpoints.finish()
         return state
+
+    def _stop(self) -> NoReturn:
+        """Save, and end the run."""
+        self._report_skipped(wait=True)
+        if self.state.step > self.saved_step:
+            self._save()
+        self.checkpoints.finish()
+        if self.world.is_main:
+            print(f"train: saved after step {self.state.step} and stopped; the same command resumes")
+        raise Stopped(self.state.step, self.stop_reason())
 
     def _is_due(self, action: Action) -> bool:
         """Return whether an action follows the next step."""
         step = self.state.step + 1
         return step % action.every == 0 or step in (self.settings.max_steps, action.also_after)
 
-    def _step(self, *, with_metrics: bool, stop: bool) -> bool:
-        """Train one step; return whether some rank was asked to stop."""
+    def _step(self, *, with_metrics: bool) -> bool:
+        """Train one step; return whether some rank was asked to stop.
+
+        Where a rank gave up to wait for its rows, the run that resumes trains the step.
+        """
         state, window = self.state, self.window
         window.steps.begin()
         waited_before = self.rows.waited_seconds
@@ -132,13 +144,16 @@ class TrainingLoop:
             window,
             self.world,
             with_metrics=with_metrics,
-            stop=stop,
+            stop=self.stop_reason() is not None,
+            lacking=self.rows.loader.gave_up,
         )
         window.steps.end()
+        num_supervised, num_stopping, num_lacking = counts.read()
+        if num_lacking:
+            self._stop()
         state.step += 1
         state.epoch, state.row = self.rows.loader.position(state.step)
         self.skipped.record(state.step, self.model_engine.basic_optimizer.refused)
-        num_supervised, num_stopping = counts.read()
         state.supervised_positions += num_supervised
         window.waited_seconds += self.rows.waited_seconds - waited_before
         self.bar.update()
@@ -193,6 +208,7 @@ class TrainingLoop:
     def _save(self) -> None:
         with self.window.timed("checkpoint"):
             self.checkpoints.save(self.model_engine, self.state)
+        self.saved_step = self.state.step
 
     def _report_skipped(self, *, wait: bool) -> None:
         """Log the skipped steps that the host knows of, with their samples."""
@@ -217,6 +233,7 @@ def optimizer_step(
     *,
     with_metrics: bool,
     stop: bool = False,
+    lacking: bool = False,
 ) -> tuple[HostCopy, Tensor]:
     """Run forward, backward and update over this rank's micro-batches.
 
@@ -227,12 +244,13 @@ def optimizer_step(
     Args:
         with_metrics: also compute `LOGGED_METRICS`, which need the target's full vocabulary.
         stop: whether this rank was asked to stop.
+        lacking: whether its rows lack samples. The step then changes nothing on any rank.
 
     Returns:
-        Over all ranks the number of supervised positions and the number of ranks that were asked to stop; and
-        the gradient's norm before clipping.
+        Over all ranks the number of supervised positions, of ranks that were asked to stop, and of those
+        whose rows lack samples; and the gradient's norm before clipping.
     """
-    own = torch.tensor([step_rows.counts.num_supervised, int(stop)])
+    own = torch.tensor([step_rows.counts.num_supervised, int(stop), int(lacking)])
     counts = sum_over_ranks(to_device([own], world.device)[0])
     # DeepSpeed averages over as many micro-batches as the largest step has, and at ZeRO 3 over ranks. But the
     # loss is a sum over all of them, divided once.
@@ -243,6 +261,7 @@ def optimizer_step(
     on_host = HostCopy(counts)
     optimizer: ClippedAdamW = model_engine.basic_optimizer
     optimizer.set_learning_rate(lr)
+    optimizer.withheld = counts[2] > 0
     window.count(step_rows.counts)
     for number, row in enumerate(step_rows.rows, start=1):
         model_engine.set_gradient_accumulation_boundary(number == step_rows.num_rows)

@@ -39,6 +39,7 @@ class ClippedAdamW(torch.optim.AdamW):
         super().__init__(parameters, fused=True, **settings)
         self.max_grad_norm = max_grad_norm
         self.reduced_norm: Callable[[], Tensor | float] | None = None  # DeepSpeed's, see `begin_step`
+        self.withheld = torch.tensor(False)  # refuses the next step, whatever its gradient is
         self.grad_norm = torch.tensor(0.0)  # of the newest step, before clipping
         self._factor: Tensor | None = None
         self._refused: Tensor | None = None
@@ -102,7 +103,8 @@ class ClippedAdamW(torch.optim.AdamW):
         """Set the norm, the factor of the gradient, and whether the step is refused."""
         factor = (self.max_grad_norm / (norm + _EPSILON)).clamp(max=1)
         # DeepSpeed replaces the norm of a gradient that is not finite by -1 at some ZeRO stages.
-        self.grad_norm, self._factor, self._refused = norm, factor, ~norm.isfinite() | (norm < 0)
+        refused = ~norm.isfinite() | (norm < 0) | self.withheld.to(norm.device)
+        self.grad_norm, self._factor, self._refused = norm, factor, refused
 
 
 _MOMENTUM = "momentum_buffer"

@@ -122,6 +122,7 @@ class OrderedListSource(ListSource):
         super().__init__()
         self.expected: list[int] = []
         self.most_ahead = 0
+        self.gave_up = False
         self.arriving = threading.Event()
         self.arriving.set()
 

@@ -293,8 +293,8 @@ def test_stop_ends_a_wait(spool: Spool) -> None:
     source = states_from(DATASET, PromptProducer(spool, lambda _: False), spool)
     timer = threading.Timer(0.1, source.stop)
     timer.start()
-    with pytest.raises(RuntimeError, match="stopped"):
-        source[0]
+    assert len(source[0].input_ids) == 0
+    assert source.gave_up
     timer.join()
 
 

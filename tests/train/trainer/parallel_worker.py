@@ -142,7 +142,7 @@ def losses_at(
             with_metrics=step % 2 == 0,
             stop=step == 2 and world.rank == world.size - 1,
         )
-        num_supervised, num_stopping = counts.read()
+        num_supervised, num_stopping, _ = counts.read()
         stops.append(num_stopping)
         metrics = window.metrics(world)
         assert num_supervised == metrics["supervised_positions"]

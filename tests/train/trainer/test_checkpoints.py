@@ -60,7 +60,8 @@ class Loop(TrainingLoop):
         given: list[Any] = [SimpleNamespace(loader=loader), nothing, nothing, checkpoints, tracker, skipped]
         super().__init__(Engine(), *given, settings, state, WORLD)  # type: ignore[arg-type]
 
-    def _step(self, *, with_metrics: bool, stop: bool) -> bool:
+    def _step(self, *, with_metrics: bool) -> bool:
+        stop = self.stop_reason() is not None
         self.model_engine.train(self.state.step, self.state.step + 1)  # type: ignore[arg-type]
         self.state.step += 1
         self.window.num_depths = 1

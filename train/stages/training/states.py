@@ -104,6 +104,7 @@ def arriving_states(
             num_sharing=world.ranks_per_node,
             name=rank_name(context.output_dir, world.rank),
             checks_refused=checks_refused,
+            stopping=lambda: context.stop_reason() is not None,
         )
 
 
