@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle31.kernels.query_run import context_window
+from eagle31.kernels.query_run import context_window, document_starts
 from eagle31.model.config import DrafterConfig
 from eagle31.model.shapes import MlaShape, NormedGqaShape
 from eagle31.training.batch import PackedBatch, sampled, supervised_drafts
-from eagle31.training.schedule import DraftCosts, needed_key_rows
+from eagle31.training.schedule import DraftCosts, needed_key_rows, teacher_rows
 
 
 @dataclass(frozen=True)
@@ -68,27 +68,18 @@ def count_step(
     """
     supervised = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
     supervised, _ = sampled(supervised, max_drafts)
-    num_tokens = len(batch.input_ids)
-    rows = supervised[:, 0].nonzero().squeeze(1)
-    lengths = batch.document_ids.unique_consecutive(return_counts=True)[1]
-    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)  # of each row's document
-    depth = torch.arange(num_tokens) - starts + 1  # number of rows of its document up to each row
-    keys = needed_key_rows(rows, batch.document_ids, config.key_reach if config else None)
-    # Row t's step k reads the token at t + 1 + k, which is also its teacher's index.
-    is_teacher = torch.zeros(num_tokens, dtype=torch.bool)
-    for step in range(min(num_steps, num_tokens - 1)):
-        is_teacher[1 + step :] |= supervised[: num_tokens - 1 - step, step]
-    window = config.sliding_window if config else None
-    windows = [context_window(window, step) for step in range(num_steps)]
-    pairs = [
-        ((depth if context is None else depth.clamp(max=context)) * supervised[:, step]).sum()
-        for step, context in enumerate(windows)
-    ]
+    rows = [torch.nonzero(column).squeeze(1) for column in supervised.unbind(1)]
+    depth = torch.arange(len(batch.input_ids)) - document_starts(batch.document_ids) + 1
+    pairs = 0
+    for step, step_rows in enumerate(rows):
+        context = context_window(config.sliding_window if config else None, step)
+        read = depth[step_rows]
+        pairs += int((read if context is None else read.clamp(max=context)).sum())
     return StepCounts(
-        keys=len(keys),
-        rows=tuple(supervised.sum(0).tolist()),
-        causal_pairs=int(sum(pairs)),
-        teachers=int(is_teacher.sum()),
+        keys=len(needed_key_rows(rows[0], batch.document_ids, config.key_reach if config else None)),
+        rows=tuple(len(step_rows) for step_rows in rows),
+        causal_pairs=pairs,
+        teachers=len(teacher_rows(rows)),
     )
 
 
@@ -110,25 +101,18 @@ def typical_counts(
         max_drafts: of `schedule_batch`.
     """
     length = min(document_tokens, row_tokens)
-    documents, span = row_tokens / length, max(1, round(assistant_fraction * length))
-    step_rows = [max(0, min(span - 1 - k, length - 2 - k)) for k in range(num_steps)]
-    first = max(0, length - 1 - span)  # the row before the answer's first token, if there is a prompt
-    window = config.sliding_window if config else None
-    contexts = [context_window(window, step) for step in range(num_steps)]
-    pairs = sum(
-        sum_of_depths(first + 1, rows, context) for rows, context in zip(step_rows, contexts, strict=True)
-    )
-    keys = min(length - 1, first + step_rows[0])
-    if config is not None and config.key_reach is not None and step_rows[0]:
-        keys -= max(0, first - config.key_reach)
-    kept = documents
-    if max_drafts is not None:
-        kept = min(documents, max_drafts / max(step_rows[0], 1))
+    index = torch.arange(length)
+    written = index >= length - max(1, round(assistant_fraction * length))
+    none = index.new_empty(length, 0)
+    document = PackedBatch(index, written, torch.zeros_like(index), index, none, none)
+    one = count_step(document, num_steps, config)
+    documents = row_tokens / length
+    kept = documents if max_drafts is None else min(documents, max_drafts / max(one.rows[0], 1))
     return StepCounts(
-        keys=round(documents * keys),
-        rows=tuple(round(kept * rows) for rows in step_rows),
-        causal_pairs=round(kept * pairs),
-        teachers=round(kept * step_rows[0]),
+        keys=round(documents * one.keys),
+        rows=tuple(round(kept * rows) for rows in one.rows),
+        causal_pairs=round(kept * one.causal_pairs),
+        teachers=round(kept * one.teachers),
     )
 
 

@@ -15,7 +15,7 @@ that are supervised, each with the index j = t+1+k of the token that it reads an
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -69,23 +69,21 @@ class RolloutSchedule:
 
     def to(self, device: torch.device) -> "RolloutSchedule":
         """Copy a schedule that is on the CPU to `device`, in one transfer."""
-        parts: list[Any] = [self]
-        for chunk in self.chunks:
-            parts += [chunk, *chunk.steps]
-        names = [[name for name in _TENSORS[type(part)] if getattr(part, name) is not None] for part in parts]
-        host = [getattr(part, name) for part, given in zip(parts, names, strict=True) for name in given]
-        moved = iter(to_device(host, device))
-        copies = iter(
-            [
-                replace(part, **{name: next(moved) for name in given})
-                for part, given in zip(parts, names, strict=True)
-            ]
-        )
-        whole = next(copies)
-        chunks = (
-            replace(next(copies), steps=tuple(next(copies) for _ in chunk.steps)) for chunk in self.chunks
-        )
-        return replace(whole, chunks=tuple(chunks))
+        steps = [step for chunk in self.chunks for step in chunk.steps]
+        host = [x for part in (self, *self.chunks, *steps) for x in _device_tensors(part).values()]
+        moved = dict(zip(map(id, host), to_device(host, device), strict=True))
+
+        def copied(part: Any, **inner: Any) -> Any:
+            return replace(part, **inner, **{name: moved[id(x)] for name, x in _device_tensors(part).items()})
+
+        chunks = [copied(chunk, steps=tuple(copied(step) for step in chunk.steps)) for chunk in self.chunks]
+        return copied(self, chunks=tuple(chunks))
+
+
+def _device_tensors(part: Any) -> dict[str, Tensor]:
+    """Return what a device reads of a part of a schedule."""
+    names = [field.name for field in fields(part) if not field.name.endswith("_host")]
+    return {name: x for name in names if isinstance(x := getattr(part, name), Tensor)}
 
 
 class RowShare(NamedTuple):
@@ -101,14 +99,6 @@ class DraftCosts(NamedTuple):
     row: float  # of its products
     pair: float  # of its attention to one key of step 0
     window: int | None  # the most keys that it reads
-
-
-# What a device reads of each.
-_TENSORS = {
-    RolloutSchedule: ("key_rows",),
-    ChunkSchedule: ("query_index", "teacher_rows"),
-    StepSchedule: ("rows", "previous_index", "first_index", "teacher_index"),
-}
 
 
 def schedule_rollout(
@@ -135,14 +125,12 @@ def schedule_rollout(
     key_rows = needed_key_rows(rows[0], document_ids, key_reach)
     share = share or RowShare(slice(0, len(key_rows)), slice(0, len(rows[0])))
     starts = segment_starts(key_rows, document_ids)
-    chunks = []
-    for piece in rows[0][share.drafts].split(chunk_rows or max(len(rows[0]), 1)):
-        chunks.append(_schedule_chunk(_between(rows, piece), key_rows, starts))
+    pieces = rows[0][share.drafts].split(chunk_rows or max(len(rows[0]), 1))
     schedule = RolloutSchedule(
         key_rows=key_rows,
         key_rows_host=key_rows,
         document_runs=query_runs(torch.arange(len(key_rows)), starts),
-        chunks=tuple(chunks),
+        chunks=tuple(_schedule_chunk(_between(rows, piece), key_rows, starts) for piece in pieces),
         chunk_rows=chunk_rows,
         weight=weight,
         key_part=share.key_part,
@@ -184,7 +172,7 @@ def needed_states(
     """Return the rows of the aux and of the final hidden states that a share reads, int64, ascending."""
     rows = [torch.nonzero(column).squeeze(1) for column in supervised.unbind(1)]
     key_rows = needed_key_rows(rows[0], document_ids, key_reach)
-    return key_rows[share.key_part], _teacher_rows(_between(rows, rows[0][share.drafts]))
+    return key_rows[share.key_part], teacher_rows(_between(rows, rows[0][share.drafts]))
 
 
 def _between(rows: Sequence[Tensor], piece: Tensor) -> list[Tensor]:
@@ -193,16 +181,17 @@ def _between(rows: Sequence[Tensor], piece: Tensor) -> list[Tensor]:
     return [step[(step >= first) & (step <= last)] for step in rows]
 
 
-def _teacher_rows(rows: Sequence[Tensor]) -> Tensor:
+def teacher_rows(rows: Sequence[Tensor]) -> Tensor:
+    """Return the indices of the teachers of each step's rows, int64 [J], ascending."""
     return torch.cat([step_rows + 1 + step for step, step_rows in enumerate(rows)]).unique()
 
 
 def _schedule_chunk(rows: Sequence[Tensor], key_rows: Tensor, starts: Tensor) -> ChunkSchedule:
     """Schedule the rollout of `rows`, int64 [R_k] for each step, among the keys that all chunks read."""
-    teacher_rows = _teacher_rows(rows)
+    teachers = teacher_rows(rows)
     steps = []
     for step, step_rows in enumerate(rows):
-        teacher_index = torch.searchsorted(teacher_rows, step_rows + 1 + step)
+        teacher_index = torch.searchsorted(teachers, step_rows + 1 + step)
         steps.append(
             StepSchedule(
                 rows=step_rows,
@@ -213,7 +202,7 @@ def _schedule_chunk(rows: Sequence[Tensor], key_rows: Tensor, starts: Tensor) ->
                 teacher_index_host=teacher_index,
             )
         )
-    return ChunkSchedule(torch.searchsorted(key_rows, rows[0]), teacher_rows, teacher_rows, tuple(steps))
+    return ChunkSchedule(torch.searchsorted(key_rows, rows[0]), teachers, teachers, tuple(steps))
 
 
 def _index_within(rows: Tensor, superset: Tensor) -> Tensor | None:
