@@ -1,6 +1,5 @@
-"""Drafts of a chain of tokens with a key/value cache."""
+"""Greedy drafts of a chain of tokens with a key/value cache."""
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,23 +10,6 @@ from eagle31.kernels.plain_attention import LayerKeys, attend_by_run
 from eagle31.kernels.query_run import QueryRun
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A chain of k drafted tokens."""
-
-    token_ids: list[int]
-    probs: Tensor | None  # [k, V], the distributions that the tokens were drawn from; None for greedy drafts
-
-
-def sampling_probs(logits: Tensor, temperature: float) -> Tensor:
-    """Return softmax(logits / temperature) over the last dimension in float32."""
-    return (logits.float() / temperature).softmax(dim=-1)
-
-
-def draw(probs: Tensor, generator: torch.Generator) -> int:
-    return int(torch.multinomial(probs, 1, generator=generator))
 
 
 class KeyCache:
@@ -70,34 +52,25 @@ class ChainDrafter:
         self.rotations = (torch.empty(0), torch.empty(0))  # cos and sin by position
         self.num_rows = 0  # confirmed positions
 
-    def draft(
-        self,
-        aux_hidden_states: Tensor,
-        next_token_ids: Tensor,
-        num_tokens: int,
-        temperature: float,
-        generator: torch.Generator | None,
-    ) -> Draft:
-        """Add the newly confirmed positions to the cache and draft after the last of them.
+    def draft(self, aux_hidden_states: Tensor, next_token_ids: Tensor, num_tokens: int) -> list[int]:
+        """Add the newly confirmed positions to the cache, and return the target's ids of drafts after them.
 
         Args:
             aux_hidden_states: [n, A, Ht] of the new positions.
             next_token_ids: int64 [n], the token that follows each of them.
         """
-        fused = self.drafter.fuse(aux_hidden_states.to(self.frozen.embed_tokens.dtype))
-        state = output = self._step(fused, next_token_ids, self.num_rows)
+        state = self.drafter.fuse(aux_hidden_states.to(self.frozen.embed_tokens.dtype))
+        token_ids, start = next_token_ids, self.num_rows
         self.num_rows += len(next_token_ids)
-        tokens: list[Tensor] = []  # they stay on the device until the draft is complete
-        probs: list[Tensor] = []
-        for step in range(num_tokens):
-            if step:
-                output = self._step(state, tokens[-1], self.num_rows - 1 + step)
-            normed, state = self.drafter.final_states(output)
-            token, distribution = self._pick(self.lm_head(normed)[0], temperature, generator)
-            tokens.append(token)
-            if distribution is not None:
-                probs.append(distribution)
-        return Draft(torch.cat(tokens).tolist(), torch.stack(probs) if probs else None)
+        drafts: list[Tensor] = []  # they stay on the device until all are there
+        for _ in range(num_tokens):
+            normed, state = self.drafter.final_states(self._step(state, token_ids, start))
+            token_ids = self.lm_head(normed).argmax(-1)
+            if self.frozen.draft_target_ids is not None:
+                token_ids = self.frozen.draft_target_ids[token_ids]
+            start = self.num_rows + len(drafts)
+            drafts.append(token_ids)
+        return torch.cat(drafts).tolist()
 
     def _step(self, state: Tensor, token_ids: Tensor, start: int) -> Tensor:
         """Run the layers at the positions from `start` on. [n, H], int64 [n] -> [1, H], the last one's."""
@@ -130,20 +103,3 @@ class ChainDrafter:
         key, value = (part[visible].transpose(0, 1).unsqueeze(0) for part in (keys.keys, keys.values))
         attended = F.scaled_dot_product_attention(grouped, key, value, scale=config.attention_scale)
         return attended.reshape(1, query.shape[1], -1)
-
-    def _pick(
-        self, logits: Tensor, temperature: float, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return a target id, int64 [1], and, when sampling, the distribution over the target's ids [V].
-
-        logits: [Vd].
-        """
-        ids = self.frozen.draft_target_ids
-        if temperature == 0.0:
-            best = logits.argmax(-1, keepdim=True)
-            return best if ids is None else ids[best], None
-        assert generator is not None
-        probs = sampling_probs(logits, temperature)
-        if ids is not None:
-            probs = probs.new_zeros(self.frozen.embed_tokens.shape[0]).index_copy(0, ids, probs)
-        return torch.multinomial(probs, 1, generator=generator), probs

@@ -47,12 +47,10 @@ def test_drafts_equal_the_rollout_of_their_tokens(
                 batch.aux_hidden_states[start:stop],
                 batch.input_ids[start + 1 : stop + 1],
                 NUM_TOKENS,
-                0.0,
-                None,
             )
             start = stop
     # The rollout's inputs are the text's tokens, so the drafts become the text.
-    batch.input_ids[start + 1 : start + NUM_TOKENS] = torch.tensor(draft.token_ids[:-1])
+    batch.input_ids[start + 1 : start + NUM_TOKENS] = torch.tensor(draft[:-1])
     rows = torch.tensor([start - 1])
     ids = frozen.draft_target_ids
     assert ids is not None
@@ -60,5 +58,5 @@ def test_drafts_equal_the_rollout_of_their_tokens(
     for normed, _ in rollout(drafter, frozen.embed_tokens, batch, rows, NUM_TOKENS):
         logits = drafter.lm_head(normed)[0].detach()
         expected.append(int(ids[logits.argmax()]))
-    assert draft.token_ids == expected
+    assert draft == expected
     assert max(held) <= most

@@ -12,7 +12,7 @@ from data.target.cached_decoding import TargetDecoder
 from data.target.head import TargetHead
 from data.target.modules import TargetModules, locate
 from eagle31.decoding.replay import replayed_drafts
-from eagle31.decoding.speculative import decode_speculatively, verify_sampled
+from eagle31.decoding.speculative import decode_speculatively
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.teacher_forced import greedy_hits
@@ -114,62 +114,3 @@ def test_completions_are_the_targets_and_replay_equals_decoding(
             accepted += ours.accepted
         # Agreement means something only if some drafts are accepted and some rejected.
         assert 0 < sum(accepted) < len(accepted) * k
-
-
-def test_rejection_sampling_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every draft with a grid of the uniform variable; distributions replace the draws from them."""
-    generator = torch.Generator().manual_seed(0)
-    drawn_from: list[torch.Tensor] = []
-    monkeypatch.setattr("eagle31.decoding.speculative.draw", lambda probs, _: drawn_from.append(probs) or 0)
-    grid = (torch.arange(500) + 0.5) / 500
-    for _ in range(3):
-        p, q = (torch.randn(n, 5, generator=generator).mul(2).softmax(-1) for n in (2, 1))
-        emitted = torch.zeros(5)
-        for uniform in grid:
-            monkeypatch.setattr(torch, "rand", lambda *_, u=uniform, **__: u)
-            for token in range(5):
-                num_accepted, _ = verify_sampled([token], q, p, generator)
-                first = torch.eye(5)[token] if num_accepted else drawn_from[-1]
-                emitted += q[0, token] * first / len(grid)
-                if num_accepted:
-                    assert torch.equal(drawn_from[-1], p[1])
-        torch.testing.assert_close(emitted, p[0], rtol=0, atol=1 / len(grid))
-
-
-def test_sampled_completions_follow_the_target() -> None:
-    model, modules = tiny_target()
-    target = TargetDecoder(model, modules, AUX)
-    drafter, frozen = drafter_for(modules)
-    drafter.lm_head.weight.mul_(10)  # far from uniform, so that the distributions differ
-    generator = torch.Generator().manual_seed(3)
-    temperature, k = 1.5, 2
-    emitted, expected = [], []
-    num_accepted = 0
-    for start in range(12):
-        prompt = [start % 6, 2, 3]
-        ours = decode_speculatively(
-            target,
-            drafter,
-            frozen,
-            prompt,
-            draft_tokens=k,
-            max_new_tokens=40,
-            eos_token_ids=[],
-            temperature=temperature,
-            generator=generator,
-        )
-        num_accepted += sum(ours.accepted)
-        logits = model(input_ids=torch.tensor([prompt + ours.token_ids])).logits[0]
-        emitted.append(torch.tensor(ours.token_ids))
-        expected.append((logits[len(prompt) - 1 : -1] / temperature).softmax(-1))
-    tokens, probs = torch.cat(emitted), torch.cat(expected).double()  # [N], [N, V]
-    assert num_accepted > 50
-    # Each token is drawn from its row given its prefix, so its deviations from the mean are a martingale.
-    hits = torch.nn.functional.one_hot(tokens, VOCAB)
-    deviations = (hits - probs).sum(0) / (probs * (1 - probs)).sum(0).sqrt()
-    assert deviations.abs().max() < 4.5
-    surprise = -probs.log()
-    entropy = (probs * surprise).sum(1)
-    excess = surprise[torch.arange(len(tokens)), tokens] - entropy
-    variance = (probs * (surprise - entropy[:, None]) ** 2).sum(1)
-    assert abs(excess.sum() / variance.sum().sqrt()) < 4.5

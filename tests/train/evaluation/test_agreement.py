@@ -62,7 +62,7 @@ def drafted(drafter: Drafter, frozen: FrozenParts, sample: CapturedSample) -> tu
         stop = NUM_PROMPT_TOKENS + position - 1
         states, following = sample.aux_hidden_states[start:stop], sample.input_ids[start + 1 : stop + 1]
         with torch.no_grad():
-            tokens = chain.draft(states, following, K, 0.0, None).token_ids
+            tokens = chain.draft(states, following, K)
         right = [a == b for a, b in zip(tokens, completion[position:], strict=False)]
         num_accepted = (*right, False).index(False)
         drafts.append(PlacedDraft(position, tokens, num_accepted))
