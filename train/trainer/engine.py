@@ -32,7 +32,7 @@ from eagle31.training.step import DepthSums, rollout_loss
 from eagle31.training.teacher_forced import greedy_hits
 from train.distributed import World
 from train.trainer.matrices import is_matrix
-from train.trainer.model_engine import ModelEngine, computes_norm
+from train.trainer.model_engine import ModelEngine, check_internals, computes_norm
 from train.trainer.optimizer import ClippedAdamW, Muon
 
 # Adam's decay rates and its epsilon: those of EAGLE, and PyTorch's.
@@ -191,6 +191,7 @@ def initialize_model_engine(
             config=config,
             config_class=deepspeed.DeepSpeedConfig(config),
         )
+    check_internals(model_engine)
     if computes_norm(config["zero_optimization"]):
         optimizer.reduced_norm = lambda: model_engine.optimizer._global_grad_norm
     if isinstance(optimizer, Muon):

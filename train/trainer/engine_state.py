@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from eagle31.errors import UserError
 from train.distributed import World
+from train.trainer.model_engine import OF_OPTIMIZER
 from train.trainer.parts import WEIGHTS, SavedFragment, SavedParts
 
 _STEP = "step"  # of AdamW, a number and not a tensor of the weight's shape
@@ -49,16 +50,10 @@ class _Placed:
 
 def master_weights(model_engine: deepspeed.DeepSpeedEngine) -> list[Tensor]:
     """Return the float32 weights that this rank updates: the drafter's own at ZeRO 0, else partitions."""
+    if not model_engine.zero_optimization():
+        return list(model_engine.module.drafter.parameters())
     optimizer = model_engine.optimizer
-    for name in (
-        "single_partition_of_fp32_groups",  # ZeRO 1 and 2
-        "fp32_groups_flat_partition",  # DeepSpeed's optimizer for bf16, at ZeRO 1
-        "fp32_partitioned_groups_flat",  # ZeRO 3
-    ):
-        if hasattr(optimizer, name):
-            return list(getattr(optimizer, name))
-    assert not model_engine.zero_optimization()
-    return list(model_engine.module.drafter.parameters())
+    return list(getattr(optimizer, OF_OPTIMIZER[type(optimizer).__name__][0]))
 
 
 def refresh_model(model_engine: deepspeed.DeepSpeedEngine) -> None:

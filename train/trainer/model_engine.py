@@ -13,6 +13,22 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from eagle31.errors import UserError
+
+# What is used of DeepSpeed's internals: of its optimizers, the float32 weights first, and of each weight.
+_NORM = "_global_grad_norm"
+OF_OPTIMIZER = {
+    "DeepSpeedZeroOptimizer": ("single_partition_of_fp32_groups", "averaged_gradients", _NORM),
+    "Bf16Optimizer": (
+        "fp32_groups_flat_partition",
+        "fp32_groups_gradient_flat_partition",
+        "fp32_groups_gradients_flat",
+        "update_lp_params",
+    ),
+    "DeepSpeedZeroOptimizer_Stage3": ("fp32_partitioned_groups_flat", "grad_position", "get_param_id", _NORM),
+}
+_OF_WEIGHT = {1: ("_hp_mapping",), 2: ("_hp_mapping",), 3: ("ds_id", "ds_numel", "ds_shape")}
+
 
 class ModelEngine(deepspeed.DeepSpeedEngine):
     """DeepSpeed's engine around a `ClippedAdamW`."""
@@ -51,6 +67,21 @@ class Bf16Optimizer(BF16_Optimizer):
             weights.grad = gradients
         self.optimizer.step()
         self.update_lp_params()  # the engine clears the gradients
+
+
+def check_internals(model_engine: deepspeed.DeepSpeedEngine) -> None:
+    """Raise UserError if the installed DeepSpeed lacks an internal that is used here."""
+    used: dict[Any, tuple[str, ...]] = {model_engine: ("basic_optimizer", "gradient_average")}
+    if model_engine.zero_optimization():
+        optimizer, stage = model_engine.optimizer, model_engine.zero_optimization_stage()
+        used[optimizer] = OF_OPTIMIZER.get(type(optimizer).__name__, (f"weights at ZeRO {stage}",))
+        used[next(model_engine.module.parameters())] = _OF_WEIGHT[stage]
+    missing = [
+        f"{type(o).__name__}.{name}" for o, names in used.items() for name in names if not hasattr(o, name)
+    ]
+    if missing:
+        remedy = f"It has no {', '.join(missing)}; install the version that pyproject.toml names."
+        raise UserError("deepspeed", deepspeed.__version__, remedy)
 
 
 def computes_norm(zero: dict[str, Any]) -> bool:
