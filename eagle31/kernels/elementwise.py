@@ -1,8 +1,8 @@
 """RMSNorm, SwiGLU's down projection and RoPE with short backward passes.
 
 Autograd's backward passes of these memory-bound operations read their operands many times. The ones here
-read them once or twice and save only the inputs. Without gradients the operations are called directly. On
-CUDA, norms and SwiGLU are Liger-Kernel's, apart from the norm's backward pass.
+read them once or twice and save only the inputs. On CUDA, norms and SwiGLU are Liger-Kernel's, apart from the
+norm's backward pass.
 """
 
 from typing import Any
@@ -24,9 +24,11 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        normed, inverse = _normed(x, weight, eps)
+        wide = x.to(widened(x.dtype))
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        inverse = (norm.square_().div_(x.shape[-1]).add_(eps)).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        return normed
+        return (wide * inverse).mul_(weight).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -43,14 +45,6 @@ class _RMSNorm(torch.autograd.Function):
         torch.mul(wide_grad, wide_weight, out=along)
         along.addcmul_(normed, inward).mul_(inverse)
         return along.to(x.dtype), grad_weight, None
-
-
-def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the normed x, and the inverse of its RMS in float32 or wider."""
-    wide = x.to(widened(x.dtype))
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    inverse = (norm.square_().div_(x.shape[-1]).add_(eps)).rsqrt_()
-    return (wide * inverse).mul_(weight).to(x.dtype), inverse
 
 
 class _TritonRMSNorm(torch.autograd.Function):
@@ -109,10 +103,7 @@ class RMSNorm(nn.RMSNorm):
             return _TritonRMSNorm.apply(x, self.weight, self.eps, residual, step_sum(self.weight))
         if residual is not None:
             x = residual + x
-        if torch.is_grad_enabled():
-            normed = _RMSNorm.apply(x, self.weight, self.eps)
-        else:
-            normed = _normed(x, self.weight, self.eps)[0]
+        normed = _RMSNorm.apply(x, self.weight, self.eps)
         return normed if residual is None else (x, normed)
 
 
@@ -227,43 +218,26 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool, backward: bool = F
     plain, x = x.tensor_split([x.shape[-1] - cos.shape[-1]], dim=-1)
     if pairs and not backward:
         x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    x = _turn(x, cos, sin, -1 if backward else 1)
-    if pairs and backward:
-        x = x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-    return torch.cat((plain, x), dim=-1) if plain.shape[-1] else x
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    half = x.shape[-1] // 2
+    half, direction = x.shape[-1] // 2, -1 if backward else 1
     wide = x.to(widened(x.dtype))
     cos, sin = cos.to(wide.dtype).unsqueeze(1), sin.to(wide.dtype).unsqueeze(1)
     out = wide * cos
     out[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-direction)
     out[..., half:].addcmul_(wide[..., :half], sin[..., half:], value=direction)
-    return out.to(x.dtype)
+    x = out.to(x.dtype)
+    if pairs and backward:
+        x = x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    return torch.cat((plain, x), dim=-1) if plain.shape[-1] else x
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary position embedding to the pairs (i, i + W / 2), as Llama and Qwen do.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairs: bool = False) -> Tensor:
+    """Apply rotary position embedding.
 
     Args:
         x: [N, heads, D], of which the last W entries are rotated.
         cos, sin: float32 [N, W], both halves equal, already multiplied by the scaling's attention factor.
+        pairs: rotate the pairs (2i, 2i + 1), as DeepSeek does, not (i, i + W / 2), as Llama and Qwen do. The
+            result has the pairs' entries in two halves. Queries and keys are reordered in the same way, so
+            their products are those of the interleaved order.
     """
-    if not torch.is_grad_enabled():
-        return _turned(x, cos, sin, pairs=False)
-    return _Rotate.apply(x, cos, sin, False)
-
-
-def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary position embedding to the pairs (2i, 2i + 1), as DeepSeek does.
-
-    The result has the pairs' entries in two halves. Queries and keys are reordered in the same way, so their
-    products are those of the interleaved order.
-
-    Args:
-        x, cos, sin: see `rotate`.
-    """
-    if not torch.is_grad_enabled():
-        return _turned(x, cos, sin, pairs=True)
-    return _Rotate.apply(x, cos, sin, True)
+    return _Rotate.apply(x, cos, sin, pairs)

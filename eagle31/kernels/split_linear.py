@@ -90,6 +90,8 @@ class _AddedProduct(torch.autograd.Function):
 class SplitLinear(nn.Linear):
     """A projection of concat(first, second), each `in_features // 2` wide. A bias belongs to the second.
 
+    Layers after the first have a single input, and call it without `tokens`.
+
     Every computation is a call of this one module, because sharded weights are gathered module by module.
     """
 
@@ -106,9 +108,3 @@ class SplitLinear(nn.Linear):
             return _Products.apply(tokens, x, self.weight)
         product: Tensor = _AddedProduct.apply(x, self.weight, tokens, tokens.products)
         return product if self.bias is None else product + self.bias
-
-
-def project(projection: nn.Module, x: Tensor, tokens: TokenProjection | None) -> Tensor:
-    """Call `projection`; with `tokens` it is a `SplitLinear`, and `x` its second input alone."""
-    product: Tensor = projection(x) if tokens is None else projection(x, tokens)
-    return product

@@ -9,8 +9,8 @@ Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; `DeepseekV2MLAAttention` in
 import torch
 from torch import Tensor, nn
 
-from eagle31.kernels.elementwise import RMSNorm, StepLinear, rotate_pairs
-from eagle31.kernels.split_linear import SplitLinear, project
+from eagle31.kernels.elementwise import RMSNorm, StepLinear, rotate
+from eagle31.kernels.split_linear import SplitLinear
 from eagle31.model.attention import NO_PRODUCTS, AttentionModule, Products
 from eagle31.model.config import DrafterConfig
 from eagle31.model.shapes import MlaShape
@@ -31,12 +31,12 @@ class LatentAttention(AttentionModule):
         self.num_heads = num_heads
         self.value_widths = [shape.qk_nope_head_dim, shape.v_head_dim]
         self.latent_widths = [shape.kv_lora_rank, shape.qk_rope_head_dim]
-        linear, input_size = (SplitLinear, 2 * width) if reads_embedding else (nn.Linear, width)
-        self.q_a_proj = linear(input_size, shape.q_lora_rank, bias=False)
+        input_size = 2 * width if reads_embedding else width
+        self.q_a_proj = SplitLinear(input_size, shape.q_lora_rank, bias=False)
         self.q_a_layernorm = RMSNorm(shape.q_lora_rank, eps=config.rms_norm_eps)
         self.q_b_proj = StepLinear(shape.q_lora_rank, num_heads * config.head_dim, bias=False)
         # The latent and the shared rotary key in one weight, as DeepSeek has it; for Muon it is one matrix.
-        self.kv_a_proj_with_mqa = linear(input_size, sum(self.latent_widths), bias=False)
+        self.kv_a_proj_with_mqa = SplitLinear(input_size, sum(self.latent_widths), bias=False)
         self.kv_a_layernorm = RMSNorm(shape.kv_lora_rank, eps=config.rms_norm_eps)
         self.kv_b_proj = StepLinear(shape.kv_lora_rank, num_heads * sum(self.value_widths), bias=False)
         self.o_proj = StepLinear(num_heads * shape.v_head_dim, width, bias=False)
@@ -46,15 +46,15 @@ class LatentAttention(AttentionModule):
         return self.q_a_proj, self.kv_a_proj_with_mqa
 
     def query(self, x: Tensor, cos: Tensor, sin: Tensor, products: Products = NO_PRODUCTS) -> Tensor:
-        query = self.q_b_proj(self.q_a_layernorm(project(self.q_a_proj, x, products[0])))
-        return rotate_pairs(query.unflatten(-1, (self.num_heads, -1)), cos, sin)
+        query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x, products[0])))
+        return rotate(query.unflatten(-1, (self.num_heads, -1)), cos, sin, pairs=True)
 
     def compressed(
         self, x: Tensor, cos: Tensor, sin: Tensor, products: Products = NO_PRODUCTS
     ) -> tuple[Tensor, Tensor]:
         """Return the normed latent and the rotated key that all heads share."""
-        latent, turned = project(self.kv_a_proj_with_mqa, x, products[1]).split(self.latent_widths, dim=-1)
-        return self.kv_a_layernorm(latent), rotate_pairs(turned.unsqueeze(1), cos, sin)
+        latent, turned = self.kv_a_proj_with_mqa(x, products[1]).split(self.latent_widths, dim=-1)
+        return self.kv_a_layernorm(latent), rotate(turned.unsqueeze(1), cos, sin, pairs=True)
 
     def expanded(self, compressed: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         latent, turned = compressed

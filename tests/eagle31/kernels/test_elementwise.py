@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eagle31.kernels import dispatch, norm_backward
-from eagle31.kernels.elementwise import GatedLinear, RMSNorm, rotate, rotate_pairs
+from eagle31.kernels.elementwise import GatedLinear, RMSNorm, rotate
 
 ROWS, WIDTH = 9, 12
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -91,7 +91,7 @@ def test_rotate(dtype: torch.dtype) -> None:
         return torch.cat((first, plain(turned.unflatten(-1, (-1, 2)).mT.flatten(-2))), -1)
 
     compare(lambda x: rotate(x, cos, sin), plain, [torch.randn(ROWS, 3, WIDTH)], dtype)
-    compare(lambda x: rotate_pairs(x, cos, sin), in_pairs, [torch.randn(ROWS, 2, 3 + WIDTH)], dtype)
+    compare(lambda x: rotate(x, cos, sin, pairs=True), in_pairs, [torch.randn(ROWS, 2, 3 + WIDTH)], dtype)
 
 
 def test_gated_linear(dtype: torch.dtype) -> None:
