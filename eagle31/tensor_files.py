@@ -116,7 +116,7 @@ def _refuse_pointer(prefix: bytes, path: Path | str) -> None:
 
 
 @contextmanager
-def open_tensors(path: Path, framework: str = "pt") -> Iterator[Any]:
+def open_tensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file as `safetensors.safe_open` does.
 
     Raises:
@@ -125,7 +125,7 @@ def open_tensors(path: Path, framework: str = "pt") -> Iterator[Any]:
     """
     check_pointer(path)
     try:
-        opened = safe_open(path, framework=framework)
+        opened = safe_open(path, framework="pt")
     except (SafetensorError, ValueError) as error:
         raise UserError("file", path, f"It is damaged ({error}); {_AGAIN}.") from None
     with opened as tensors:

@@ -14,6 +14,7 @@ it is one module with one backward pass, however many chunks a rank has.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -48,7 +49,7 @@ def in_chunks(
         row_group: the ranks that share the row, which all call with a drafter of one layer.
     """
     weights = list(_weights(drafter))
-    row = _Row(drafter, embed_tokens, batch, schedule, weights, loss_of, row_group)
+    row = _PackedRow(drafter, embed_tokens, batch, schedule, weights, loss_of, row_group)
     return _InChunks.apply(row, *weights)
 
 
@@ -56,7 +57,7 @@ class _InChunks(torch.autograd.Function):
     """The tensor inputs are the weights."""
 
     @staticmethod
-    def forward(ctx: Any, row: "_Row", *weights: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, row: "_PackedRow", *weights: Tensor) -> tuple[Tensor, Tensor]:
         total, sums = row.run()
         ctx.grads, ctx.dtypes = row.grads, [weight.dtype for weight in weights]
         ctx.mark_non_differentiable(sums)
@@ -74,32 +75,30 @@ class _InChunks(torch.autograd.Function):
         return None, *scaled
 
 
-class _Row:
-    """One row's loss and the gradients of the weights.
+@dataclass
+class _PackedRow:
+    """One packed row's loss and the gradients of the weights.
 
-    Tensors of all key rows have some more rows where ranks share the row, so that each has as many.
+    Tensors of all key rows have some more rows where ranks share the packed row, so that each has as many.
     """
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        embed_tokens: Tensor,
-        batch: PackedBatch,
-        schedule: RolloutSchedule,
-        weights: Sequence[Tensor],
-        loss_of: ChunkLoss,
-        row_group: dist.ProcessGroup | None,
-    ) -> None:
-        self.drafter, self.embed_tokens, self.batch = drafter, embed_tokens, batch
-        self.schedule, self.weights, self.loss_of = schedule, weights, loss_of
-        self.group = row_group
-        self.attend = key_attention(schedule, drafter.config, embed_tokens)
+    drafter: Drafter
+    embed_tokens: Tensor
+    batch: PackedBatch
+    schedule: RolloutSchedule
+    weights: Sequence[Tensor]
+    loss_of: ChunkLoss
+    group: dist.ProcessGroup | None
+
+    def __post_init__(self) -> None:
+        drafter, schedule, group = self.drafter, self.schedule, self.group
+        self.attend = key_attention(schedule, drafter.config, self.embed_tokens)
         self.attention = drafter.decoder_layers[-1].self_attn
         self.num_keys = self.num_rows = len(schedule.key_rows)
-        if row_group is not None:
+        if group is not None:
             assert len(drafter.layers) == 1
-            self.num_rows = row_group.size() * keys_of_share(self.num_keys, row_group.size())
-        self.grads: list[Tensor | None] = [None] * len(weights)
+            self.num_rows = group.size() * keys_of_share(self.num_keys, group.size())
+        self.grads: list[Tensor | None] = [None] * len(self.weights)
 
     def run(self) -> tuple[Tensor, Tensor]:
         own, every = (
@@ -114,11 +113,7 @@ class _Row:
             )
         grad_state = torch.zeros_like(state)
         grad_keys = [torch.zeros_like(x, dtype=widened(x.dtype)) for x in keys]
-        totals, sums = [], []
-        for chunk in self.schedule.chunks:
-            total, of_chunk = self._chunk(chunk, state, keys, grad_state, grad_keys)
-            totals.append(total)
-            sums.append(of_chunk)
+        found = [self._chunk(chunk, state, keys, grad_state, grad_keys) for chunk in self.schedule.chunks]
         del state, keys
         if self.attention.compresses:
             grad_keys[-2:] = self._through_expansion(every, key, value, grad_keys[-2:])
@@ -128,7 +123,8 @@ class _Row:
                 outputs = self._prefilled(part)
             of_part = [x[part.start - offset : part.stop - offset].to(grad_state.dtype) for x in grads]
             self._add(torch.autograd.grad(outputs, self.weights, of_part, allow_unused=True))
-        return torch.stack(totals).sum(), torch.stack(sums).sum(0)
+        totals, sums = (torch.stack(one) for one in zip(*found, strict=True))
+        return totals.sum(), sums.sum(0)
 
     def _prefilled(self, part: slice) -> list[Tensor]:
         """Return the state, keys and values of layers before the last, and the last one's compressed ones."""

@@ -87,7 +87,7 @@ def one_pass_loss(
     teacher: Callable[[slice], Teacher | TeacherLogits],
     schedule: ChunkSchedule,
     step_weights: Sequence[float],
-    chunk_rows: int,
+    logit_rows: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum over steps of the weighted losses of the step's rows.
 
@@ -96,14 +96,14 @@ def one_pass_loss(
         weight: [Vd, H], the draft head.
         teacher: returns the target's distributions at some of the schedule's teacher rows.
         step_weights: of each step's losses.
-        chunk_rows: rows of logits held at once, over all steps.
+        logit_rows: rows of logits held at once, over all steps.
 
     Returns:
         The scalar loss, float32 or wider, and float64 [5, K]: supervised rows, loss, rows whose greedy draft
         is the target's greedy token, sum of min(p, q), and the weighted loss. The third and fourth are zero
         where the teacher has no greedy token or no draft mass.
     """
-    chunk_size = max(1, chunk_rows // len(step_weights))
+    chunk_size = max(1, logit_rows // len(step_weights))
     return _OnePass.apply(_Loss(teacher, schedule, tuple(step_weights), chunk_size), weight, *states)
 
 
@@ -189,21 +189,16 @@ def _differentiate_in_blocks(
             index = loss.schedule.steps[step].teacher_index[piece] - chunk.first
         for start in range(0, len(of_step), block_rows):
             stop = min(start + block_rows, len(of_step))
-            positions = slice(start, stop) if index is None else index[start:stop]
-            _block(of_step[start:stop], teacher.select(positions), scratch[: stop - start], sums[:, step])
-
-
-def _block(logits: Tensor, teacher: Teacher, scratch: Tensor, sums: Tensor) -> None:
-    """Turn logits [n, Vd] into their gradients, and add to the step's sums [5]."""
-    wide = logits.to(teacher.probs.dtype)
-    hits = None if teacher.greedy is None else logits.argmax(-1) == teacher.greedy
-    loss, alpha = loss_with_gradient(wide, teacher, scratch)
-    columns = [torch.ones_like(loss), loss, hits, alpha]
-    if wide is not logits:
-        logits.copy_(wide)
-    for i, column in enumerate(columns):
-        if column is not None:
-            sums[i] += column.sum()
+            block = of_step[start:stop]
+            of_block = teacher.select(slice(start, stop) if index is None else index[start:stop])
+            hits = None if of_block.greedy is None else block.argmax(-1) == of_block.greedy
+            wide = block.to(scratch.dtype)
+            cross, alpha = loss_with_gradient(wide, of_block, scratch[: stop - start])
+            if wide is not block:
+                block.copy_(wide)
+            for i, column in enumerate((torch.ones_like(cross), cross, hits, alpha)):
+                if column is not None:
+                    sums[i, step] += column.sum()
 
 
 def loss_with_gradient(logits: Tensor, teacher: Teacher, scratch: Tensor) -> tuple[Tensor, Tensor | None]:

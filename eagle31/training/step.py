@@ -102,7 +102,9 @@ def rollout_loss(
     """
     schedule = schedule or schedule_batch(batch, num_steps, key_reach=drafter.config.key_reach)
     lm_head = frozen.lm_head or drafter.lm_head
-    logit_rows = logit_rows or _logit_rows(frozen, lm_head.weight.shape[0], num_steps, with_metrics)
+    if logit_rows is None:
+        sizes = len(frozen.embed_tokens), lm_head.weight.shape[0], num_steps
+        logit_rows = num_steps * chunk_positions(lm_head.weight.device.type, *sizes, with_metrics)
     weights = [step_decay**step for step in range(num_steps)]
 
     def loss_of(chunk: ChunkSchedule, state: Tensor, keys: list[LayerKeys]) -> tuple[Tensor, Tensor]:
@@ -125,11 +127,6 @@ def rollout_loss(
         total, sums = (sum(of_chunks[1:], of_chunks[0]) for of_chunks in zip(*found, strict=True))
     num_rows, loss, agreement, expected, weighted, norm = sums * schedule.weight
     return total * schedule.weight, DepthSums(num_rows, loss, agreement, expected, norm, weighted)
-
-
-def _logit_rows(frozen: FrozenParts, draft_vocab_size: int, num_steps: int, with_metrics: bool) -> int:
-    device, vocab_size = frozen.embed_tokens.device.type, len(frozen.embed_tokens)
-    return num_steps * chunk_positions(device, vocab_size, draft_vocab_size, num_steps, with_metrics)
 
 
 def chunk_positions(
