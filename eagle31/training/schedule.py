@@ -223,21 +223,10 @@ def needed_key_rows(rows: Tensor, document_ids: Tensor, key_reach: int | None) -
         document_ids: int64 [T], grouped by document.
         key_reach: `DrafterConfig.key_reach`.
     """
-    _, lengths = document_ids.unique_consecutive(return_counts=True)
-    stops = lengths.cumsum(0)
-    starts = stops - lengths
+    first = document_starts(document_ids)[rows]
     if key_reach is not None:
-        first = torch.maximum(starts.repeat_interleave(lengths)[rows], rows - key_reach)
-        change = torch.zeros(len(document_ids) + 1, dtype=torch.long)
-        one = torch.ones_like(rows)
-        change.index_add_(0, first, one).index_add_(0, rows + 1, -one)
-        return torch.nonzero(change.cumsum(0)[:-1]).squeeze(1)
-    last = torch.searchsorted(rows, stops) - 1  # the last query before the document's end
-    padded = torch.cat((rows, rows.new_zeros(1)))  # so that -1, no query yet, can be looked up
-    ends = torch.where(last >= 0, padded[last] + 1, 0)
-    parts = [
-        torch.arange(start, end)
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
-        if end > start
-    ]
-    return torch.cat(parts) if parts else rows
+        first = torch.maximum(first, rows - key_reach)
+    change = torch.zeros(len(document_ids) + 1, dtype=torch.long)
+    one = torch.ones_like(rows)
+    change.index_add_(0, first, one).index_add_(0, rows + 1, -one)
+    return torch.nonzero(change.cumsum(0)[:-1]).squeeze(1)
