@@ -1,7 +1,7 @@
 """What a recipe's training step takes on a GPU: predicted by the pretended GPU, and measured on a real one.
 
 The predicted time of an operation is the longest of what its FLOPs, its bytes and its launch take at the
-rates of `eagle31.cost.devices`. Operations follow one another: nothing runs next to something else.
+rates of `scripts.bench.gpu_rates`. Operations follow one another: nothing runs next to something else.
 """
 
 from collections import defaultdict
@@ -20,7 +20,6 @@ from torch.nn.utils import get_total_norm
 from torch.profiler import ProfilerActivity, profile
 
 from data.target.head import TargetHead
-from eagle31.cost.devices import GpuRates, gpu_rates
 from eagle31.cost.flops import count_step, step_flops
 from eagle31.errors import UserError
 from eagle31.model.config import DrafterConfig
@@ -28,6 +27,7 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.step import rollout_loss, schedule_batch
+from scripts.bench.gpu_rates import GpuRates, gpu_rates
 from scripts.bench.pretended_gpu.backward import backward, grad
 from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu
 from scripts.bench.recorder import OPTIMIZER, PARTS, Operation, Recorder

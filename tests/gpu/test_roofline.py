@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle31.cost.devices import gpu_rates
+from scripts.bench.gpu_rates import gpu_rates
 from scripts.bench.recorder import PARTS
 from scripts.bench.roofline import measure, predict, predicted_seconds
 from tests.gpu.conftest import Figure

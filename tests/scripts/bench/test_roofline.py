@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from eagle31.cost.devices import gpu_rates
 from eagle31.errors import UserError
 from scripts.bench import recorder as recorded
+from scripts.bench.gpu_rates import gpu_rates
 from scripts.bench.pretended_gpu.backward import backward
 from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu
 from scripts.bench.recorder import ATTENTION, HEAD, MERGE, MLPS, OPTIMIZER, PROJECTIONS, Operation, Recorder
