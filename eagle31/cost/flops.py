@@ -32,7 +32,7 @@ class StepCounts:
         """Return the number of rolled-out rows over all steps."""
         return sum(self.rows)
 
-    def rollout_pairs(self, window: int | None = None) -> int:
+    def rollout_pairs(self, window: int | None) -> int:
         """Return the number of (row, rollout key) pairs over all steps; a row of step k reads k of them."""
         most = len(self.rows) if window is None else window
         return sum(min(step, most) * rows for step, rows in enumerate(self.rows))
@@ -55,7 +55,7 @@ class StepFlops:
 
 
 def count_step(
-    batch: PackedBatch, num_steps: int, config: DrafterConfig | None = None, max_drafts: int | None = None
+    batch: PackedBatch, num_steps: int, config: DrafterConfig, max_drafts: int | None = None
 ) -> StepCounts:
     """Count what a step on this packed row computes.
 
@@ -63,7 +63,6 @@ def count_step(
     A row is rolled out as long as its steps are supervised.
 
     Args:
-        config: has the window; None counts a drafter without one.
         max_drafts: of `schedule_batch`.
     """
     supervised = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
@@ -72,11 +71,11 @@ def count_step(
     depth = torch.arange(len(batch.input_ids)) - document_starts(batch.document_ids) + 1
     pairs = 0
     for step, step_rows in enumerate(rows):
-        context = context_window(config.sliding_window if config else None, step)
+        context = context_window(config.sliding_window, step)
         read = depth[step_rows]
         pairs += int((read if context is None else read.clamp(max=context)).sum())
     return StepCounts(
-        keys=len(needed_key_rows(rows[0], batch.document_ids, config.key_reach if config else None)),
+        keys=len(needed_key_rows(rows[0], batch.document_ids, config.key_reach)),
         rows=tuple(len(step_rows) for step_rows in rows),
         causal_pairs=pairs,
         teachers=len(teacher_rows(rows)),
@@ -88,7 +87,7 @@ def typical_counts(
     num_steps: int,
     document_tokens: int,
     assistant_fraction: float,
-    config: DrafterConfig | None = None,
+    config: DrafterConfig,
     max_drafts: int | None = None,
 ) -> StepCounts:
     """Estimate the counts of a packed row before there is any data.
@@ -97,7 +96,6 @@ def typical_counts(
     the document's.
 
     Args:
-        config: has the window; None counts a drafter without one.
         max_drafts: of `schedule_batch`.
     """
     length = min(document_tokens, row_tokens)

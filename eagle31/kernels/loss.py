@@ -18,7 +18,7 @@ _SUM_BLOCK = 1024
 _LOWEST = tl.constexpr(-3.0e38)  # finite, so that its difference from -inf is a number
 
 
-def teacher_rows(
+def read_teacher(
     logits: Tensor, draft_target_ids: Tensor | None, with_mass: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return what `differentiate` needs of the target's logits. One launch.
@@ -64,7 +64,7 @@ def differentiate(
 
     Args:
         logits: [n, Vd] of any float dtype up to float32, contiguous: the rows of step 0, then of step 1, ...
-        teacher, lse, draft_mass, greedy: those of `teacher_rows`; the last two may be None.
+        teacher, lse, draft_mass, greedy: those of `read_teacher`; the last two may be None.
         teacher_index: int64 [n], the index of each row's teacher, plus `first`.
         starts: int64 [K + 1], the first row of each step, and n.
         longest: rows of the step that has most.

@@ -54,9 +54,8 @@ def rollout(
         steps = (replace(step, teacher_index=index[:, k]) for k, step in enumerate(chunk.steps))
         chunk = replace(chunk, steps=tuple(steps))
     state, keys = prefill_schedule(drafter, embed_tokens, batch, schedule, CHUNK_ROWS)
-    longest = schedule.longest_document
     state = state[chunk.query_index]
-    yield from chunk_rollout(drafter, embed_tokens, batch, chunk, state, keys, longest, token_ids)
+    yield from chunk_rollout(drafter, embed_tokens, batch, chunk, state, keys, token_ids)
 
 
 def prefill(
@@ -148,7 +147,6 @@ def chunk_rollout(
     chunk: ChunkSchedule,
     state: Tensor,
     keys: list[LayerKeys],
-    longest_document: int,
     token_ids: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Roll the rows of a chunk out.
@@ -159,7 +157,6 @@ def chunk_rollout(
     Args:
         state: [R, H], of `prefill` at the chunk's rows.
         keys: `Drafter.step_keys`, of all key rows.
-        longest_document: `RolloutSchedule.longest_document`.
         token_ids: int64, what the steps' `teacher_index` refers to; by default the text's at `teacher_rows`.
 
     Yields:
@@ -168,7 +165,7 @@ def chunk_rollout(
     Source: EAGLE-3 (arXiv 2503.01840) training-time test; arXiv 2605.09992 for the post-norm feedback.
     """
     steps = [(step.runs, step.first_index) for step in chunk.steps]
-    blocks = _blocks(steps, longest_document, drafter.config, embed_tokens)
+    blocks = _blocks(steps, chunk.longest_document, drafter.config, embed_tokens)
     if isinstance(blocks[0], PackedBlock):
         num_slots = len(blocks) - 1, len(state)
         keys = [replace(x, packed=PackedKeys(x.keys, x.values, *num_slots, x.sums)) for x in keys]
@@ -224,7 +221,7 @@ def key_attention(schedule: RolloutSchedule, config: DrafterConfig, like: Tensor
     """
     if config.num_hidden_layers == 1:
         return _no_attention
-    (block,) = _blocks([(schedule.document_runs, None)], schedule.longest_document, config, like)
+    (block,) = _blocks([(schedule.document_runs, None)], schedule.chunks[0].longest_document, config, like)
     return _attend(block, config.sliding_window)
 
 
@@ -238,7 +235,7 @@ def _blocks(
 
     Args:
         steps: the runs of each step and `StepSchedule.first_index`.
-        longest_document, like: those of `chunk_rollout` and `key_attention`.
+        longest_document, like: those of `ChunkSchedule` and `key_attention`.
     """
     window, scale = config.sliding_window, config.attention_scale
     # None where no query has as many keys.

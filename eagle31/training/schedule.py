@@ -48,6 +48,7 @@ class ChunkSchedule:
     teacher_rows: Tensor
     teacher_rows_host: Tensor  # the same on the CPU
     steps: tuple[StepSchedule, ...]  # K
+    longest_document: int  # the most keys of a document of the packed row
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,6 @@ class RolloutSchedule:
     chunk_rows: int | None  # rows of a chunk; None where one chunk has all
     key_part: slice  # the key rows that this rank computes, all of them unless ranks share the row
     weight: float = 1.0  # of the loss: how many supervised rows each stands for
-
-    @property
-    def longest_document(self) -> int:
-        """Return the largest number of keys of a document."""
-        return max((run.num_keys for run in self.document_runs), default=0)
 
     def to(self, device: torch.device) -> "RolloutSchedule":
         """Copy a schedule that is on the CPU to `device`, in one transfer."""
@@ -125,12 +121,14 @@ def schedule_rollout(
     key_rows = needed_key_rows(rows[0], document_ids, key_reach)
     share = share or RowShare(slice(0, len(key_rows)), slice(0, len(rows[0])))
     starts = segment_starts(key_rows, document_ids)
+    document_runs = query_runs(torch.arange(len(key_rows)), starts)
+    longest = max((run.num_keys for run in document_runs), default=0)
     pieces = rows[0][share.drafts].split(chunk_rows or max(len(rows[0]), 1))
     schedule = RolloutSchedule(
         key_rows=key_rows,
         key_rows_host=key_rows,
-        document_runs=query_runs(torch.arange(len(key_rows)), starts),
-        chunks=tuple(_schedule_chunk(_between(rows, piece), key_rows, starts) for piece in pieces),
+        document_runs=document_runs,
+        chunks=tuple(_schedule_chunk(_between(rows, piece), key_rows, starts, longest) for piece in pieces),
         chunk_rows=chunk_rows,
         weight=weight,
         key_part=share.key_part,
@@ -186,7 +184,9 @@ def teacher_rows(rows: Sequence[Tensor]) -> Tensor:
     return torch.cat([step_rows + 1 + step for step, step_rows in enumerate(rows)]).unique()
 
 
-def _schedule_chunk(rows: Sequence[Tensor], key_rows: Tensor, starts: Tensor) -> ChunkSchedule:
+def _schedule_chunk(
+    rows: Sequence[Tensor], key_rows: Tensor, starts: Tensor, longest_document: int
+) -> ChunkSchedule:
     """Schedule the rollout of `rows`, int64 [R_k] for each step, among the keys that all chunks read."""
     teachers = teacher_rows(rows)
     steps = []
@@ -202,7 +202,8 @@ def _schedule_chunk(rows: Sequence[Tensor], key_rows: Tensor, starts: Tensor) ->
                 teacher_index_host=teacher_index,
             )
         )
-    return ChunkSchedule(torch.searchsorted(key_rows, rows[0]), teachers, teachers, tuple(steps))
+    queries = torch.searchsorted(key_rows, rows[0])
+    return ChunkSchedule(queries, teachers, teachers, tuple(steps), longest_document)
 
 
 def _index_within(rows: Tensor, superset: Tensor) -> Tensor | None:

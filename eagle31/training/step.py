@@ -109,9 +109,7 @@ def rollout_loss(
 
     def loss_of(chunk: ChunkSchedule, state: Tensor, keys: list[LayerKeys]) -> tuple[Tensor, Tensor]:
         states, norms = [], []
-        for normed, fed_back in chunk_rollout(
-            drafter, frozen.embed_tokens, batch, chunk, state, keys, schedule.longest_document
-        ):
+        for normed, fed_back in chunk_rollout(drafter, frozen.embed_tokens, batch, chunk, state, keys):
             states.append(normed)
             norms.append(fed_back.detach().norm(dim=-1, dtype=widened(fed_back.dtype)).sum())
         teacher = teacher_of(frozen, batch, chunk, with_metrics)

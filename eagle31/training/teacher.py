@@ -53,9 +53,9 @@ def teacher_of(
         logits = frozen.target_head(hidden) if with_metrics else frozen.draft_logits(hidden)
         ids = frozen.draft_target_ids if with_metrics else None
         if dispatch.has_triton(logits):
-            from eagle31.kernels.loss import teacher_rows
+            from eagle31.kernels.loss import read_teacher
 
-            return TeacherLogits(*teacher_rows(logits, ids, with_metrics))
+            return TeacherLogits(*read_teacher(logits, ids, with_metrics))
         return full_teacher(logits, ids) if with_metrics else Teacher(_softmax(logits), None, None)
 
     return teacher

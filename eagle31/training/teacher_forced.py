@@ -135,11 +135,11 @@ def _drafted_states(
     drafter: Drafter, frozen: FrozenParts, batch: PackedBatch, schedule: RolloutSchedule
 ) -> Iterator[tuple[ChunkSchedule, int, Tensor, Tensor]]:
     """Yield for each chunk and step its rows int64 [R_k], and the states [R_k, H] that the head reads."""
-    embed_tokens, longest = frozen.embed_tokens, schedule.longest_document
+    embed_tokens = frozen.embed_tokens
     state, keys = prefill_schedule(drafter, embed_tokens, batch, schedule, schedule.chunk_rows)
     for chunk in schedule.chunks:
         first = state[chunk.query_index]
-        steps = chunk_rollout(drafter, embed_tokens, batch, chunk, first, keys, longest)
+        steps = chunk_rollout(drafter, embed_tokens, batch, chunk, first, keys)
         for step, (scheduled, (normed, _)) in enumerate(zip(chunk.steps, steps, strict=True)):
             yield chunk, step, scheduled.rows, normed
 

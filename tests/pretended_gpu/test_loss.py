@@ -74,7 +74,7 @@ def test_a_chunk_takes_the_memory_that_the_plan_says(pruned: bool, with_metrics:
     with PretendedGpu():
         drafter, frozen = drafter_on_gpu(config, torch.bfloat16)
         batch = random_batch((400,), config, dtype=torch.bfloat16)
-        counts = count_step(batch, NUM_STEPS)
+        counts = count_step(batch, NUM_STEPS, config)
         (chunk,) = schedule_batch(batch, NUM_STEPS, CUDA).chunks
         on_gpu = batch.to(CUDA, torch.bfloat16)
         teacher = teacher_of(frozen, on_gpu, chunk, with_metrics)

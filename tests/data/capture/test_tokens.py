@@ -13,6 +13,7 @@ from data.store.codec import kept_rows
 from eagle31.cost.flops import count_step
 from eagle31.training.batch import PackedBatch
 from tests.data.target.tiny_target import make_dataset
+from tests.eagle31.tiny import tiny_config
 
 
 def random_masks(num_samples: int) -> Dataset:
@@ -36,7 +37,7 @@ def test_supervision_is_what_a_step_computes() -> None:
     for row, mask in zip(dataset_supervision(dataset).tolist(), dataset["loss_mask"], strict=True):
         ids, states = torch.arange(len(mask)), torch.zeros(len(mask), 1, 1)
         batch = PackedBatch(ids, torch.tensor(mask), torch.zeros_like(ids), ids, states, states[:, 0])
-        counts = count_step(batch, num_steps=1)
+        counts = count_step(batch, 1, tiny_config())
         assert row == [counts.keys, counts.rows[0], counts.causal_pairs]
 
 

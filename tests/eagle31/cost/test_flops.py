@@ -80,7 +80,7 @@ def test_the_step_computes_what_the_formula_counts(head_trained: bool, changes: 
         return rollout_loss(drafter, frozen, batch, num_steps=4, step_decay=0.8, with_metrics=False)[0]
 
     found = measured_flops(run)
-    expected = step_flops(config, count_step(batch, 4), head_trained)
+    expected = step_flops(config, count_step(batch, 4, config), head_trained)
     assert sum(found.get(op, 0) for op in LINEAR) == expected.total - expected.attention
 
 
@@ -91,10 +91,10 @@ def test_typical_counts_are_those_of_equal_documents_with_one_answer(
     batch = random_batch((length,) * documents, tiny_config())
     mask = torch.arange(length) >= length - answer
     batch = replace(batch, loss_mask=mask.repeat(documents))
-    assert typical_counts(documents * length, 4, length, answer / length) == count_step(batch, 4)
-    found = typical_counts(documents * length, 4, length, answer / length, max_drafts=answer)
-    assert found.rows[0] == count_step(batch, 4, max_drafts=answer).rows[0] == answer
-    for layers, window in ((1, 1), (1, 2), (2, 4), (1, 9), (2, 40)):
+    config = tiny_config()
+    found = typical_counts(documents * length, 4, length, answer / length, config, max_drafts=answer)
+    assert found.rows[0] == count_step(batch, 4, config, max_drafts=answer).rows[0] == answer
+    for layers, window in ((1, None), (1, 1), (1, 2), (2, 4), (1, 9), (2, 40)):
         config = tiny_config(num_hidden_layers=layers, sliding_window=window)
         found = typical_counts(documents * length, 4, length, answer / length, config)
         assert found == count_step(batch, 4, config)
@@ -126,7 +126,7 @@ def test_flops_of_samples_follow_those_of_their_steps(changes: dict[str, Any]) -
     for batch in batches:
         batch.loss_mask[: len(batch.input_ids) // 2] = False
         batch.loss_mask[len(batch.input_ids) // 2 :] = True
-    one_step = [count_step(batch, 1) for batch in batches]
+    one_step = [count_step(batch, 1, tiny_config()) for batch in batches]
     supervision = torch.tensor([[c.keys, c.rows[0], c.causal_pairs] for c in one_step])
     found = sample_flops(config, 3, supervision, head_trained=True)
     expected = [

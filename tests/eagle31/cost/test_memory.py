@@ -41,7 +41,7 @@ def test_activations_are_what_autograd_keeps(changes: dict[str, Any]) -> None:
         rollout_loss(drafter, frozen, batch, num_steps=NUM_STEPS, step_decay=0.8)
     weights = {weight.untyped_storage().data_ptr() for weight in drafter.parameters()}
     found = sum(storage.nbytes() for where, storage in kept.items() if where not in weights)
-    expected = planned(count_step(batch, NUM_STEPS), 4, "cpu", **changes).activations
+    expected = planned(count_step(batch, NUM_STEPS, config), 4, "cpu", **changes).activations
     assert found == pytest.approx(expected, rel=0.02)
 
 

@@ -105,13 +105,13 @@ def test_losses_and_gradients_are_the_plain_ones(
 ) -> None:
     case = drawn(dtype, size, steps=steps)
     teacher = full_teacher(case.target_logits.double(), case.ids)
-    compare(case, teacher, kernels.teacher_rows(case.target_logits, case.ids, True))
+    compare(case, teacher, kernels.read_teacher(case.target_logits, case.ids, True))
 
 
 def test_the_loss_needs_no_metrics() -> None:
     case = drawn(FP32, 37)
     teacher = full_teacher(case.target_logits.double(), case.ids)
-    given = kernels.teacher_rows(case.target_logits[:, case.ids], None, False)
+    given = kernels.read_teacher(case.target_logits[:, case.ids], None, False)
     assert given[2] is given[3] is None
     compare(case, teacher, given, with_mass=False)
 
@@ -120,7 +120,7 @@ def test_the_loss_needs_no_metrics() -> None:
 def test_extreme_draft_masses_and_a_greedy_token_outside(mass: float) -> None:
     case = drawn(FP32, 19)
     teacher = full_teacher(case.target_logits.double(), case.ids)
-    kept, lse, of_kernel, greedy = kernels.teacher_rows(case.target_logits, case.ids, True)
+    kept, lse, of_kernel, greedy = kernels.read_teacher(case.target_logits, case.ids, True)
     assert of_kernel is not None
     assert greedy is not None
     outside = Teacher(teacher.probs, torch.full((3,), mass, dtype=torch.float64), torch.full((3,), -1))
@@ -133,7 +133,7 @@ def test_large_logits() -> None:
     case = drawn(BF16, 37, scale=200.0)
     case.target_logits[0, case.ids[3]] = float("-inf")
     teacher = full_teacher(case.target_logits.double(), case.ids)
-    compare(case, teacher, kernels.teacher_rows(case.target_logits, case.ids, True))
+    compare(case, teacher, kernels.read_teacher(case.target_logits, case.ids, True))
 
 
 @pytest.mark.parametrize("pruned", [True, False])
@@ -146,7 +146,7 @@ def test_teachers_are_the_plain_ones(pruned: bool, dtype: torch.dtype) -> None:
     logits[0, [case.ids[2], case.ids[20]]] = 30.0
     ids = case.ids if pruned else None
     plain = full_teacher(logits.double(), ids)
-    kept, lse, mass, greedy = kernels.teacher_rows(logits, ids, True)
+    kept, lse, mass, greedy = kernels.read_teacher(logits, ids, True)
     assert kept.dtype == dtype
     probs = (kept.double() - lse.double()[:, None]).exp()
     torch.testing.assert_close(probs, plain.probs, rtol=1e-5, atol=1e-9)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import tests.eagle31.kernels.interpreted  # noqa: F401  # before the kernels
-from eagle31.kernels.loss import teacher_rows
+from eagle31.kernels.loss import read_teacher
 from eagle31.training.batch import supervised_drafts
 from eagle31.training.fused_loss import _add_product, _add_wide_product, loss_with_gradient, one_pass_loss
 from eagle31.training.reference import plain_loss
@@ -66,7 +66,7 @@ def test_the_kernels_loss_is_the_plain_operations() -> None:
         return [total.detach(), sums, *torch.autograd.grad(total, leaves)]
 
     assert len(chunk.teacher_rows) == 6
-    found = results(lambda part: TeacherLogits(*teacher_rows(target_logits[part], ids, True)))
+    found = results(lambda part: TeacherLogits(*read_teacher(target_logits[part], ids, True)))
     expected = results(lambda part: full_teacher(target_logits[part], ids))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert expected[1][[0, 1, 3, 4]].all()

@@ -55,7 +55,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     settled = settle()
     engine.module.hits(written, settings.draft_tokens, settings.rollout_chunk or CHUNK_ROWS)
     validation = resident_bytes("VmHWM") - settled
-    memory = trainer_memory(config, tensors, settings, count_step(batch, num_steps), "cpu")
+    memory = trainer_memory(config, tensors, settings, count_step(batch, num_steps, config), "cpu")
     engine.destroy()
     step = max(memory.step.total, memory.update)
     planned = {"planned": memory.held + step, "memory": asdict(memory)}
