@@ -67,7 +67,7 @@ def _read_config(
 ) -> ReadConfig:
     layer = layer_config(raw)
     attention = attention_kind(layer)
-    refuse_unknown_parts(raw, layer)
+    _refuse_unknown_parts(raw, layer)
     if attention is MlaShape:
         check_latent(layer)
     values = _numbers(layer, FORMATS[attention])
@@ -170,7 +170,7 @@ def _rope_parameters(layer: dict[str, Any], max_position_embeddings: int) -> dic
     return rope
 
 
-def refuse_unknown_parts(raw: dict[str, Any], layer: dict[str, Any]) -> None:
+def _refuse_unknown_parts(raw: dict[str, Any], layer: dict[str, Any]) -> None:
     """Raise UserError for parts of a checkpoint that are not supported here."""
     eagle = layer.get("eagle_config") or {}
     unknown = {

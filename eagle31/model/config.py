@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle31.errors import UserError
-from eagle31.model.rope import served_rope
 from eagle31.model.shapes import AttentionShape, GqaShape
 
 _SIZES = (
@@ -98,7 +97,10 @@ class DrafterConfig:
     @property
     def served_rope(self) -> dict[str, Any]:
         """Return `rope_parameters` without the keys that neither training nor vLLM's drafter reads."""
-        return served_rope(self.rope_parameters, self.attention.rope_keys)
+        rope_type = self.rope_parameters.get("rope_type", "default")
+        read = self.attention.rope_keys[rope_type]
+        given = {key: self.rope_parameters[key] for key in read if self.rope_parameters.get(key) is not None}
+        return {"rope_type": rope_type, "rope_theta": self.rope_theta, **given}
 
     @property
     def rope_theta(self) -> float:

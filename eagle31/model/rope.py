@@ -41,17 +41,6 @@ _POSITIVE_KEYS = (
 _REMEDY = "Set drafter.rope_parameters, such as {rope_type: default, rope_theta: 10000.0}."
 
 
-def served_rope(rope_parameters: dict[str, Any], keys: dict[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Return `rope_parameters` without the keys that neither training nor vLLM's drafter reads.
-
-    Args:
-        keys: those that they read, by rope_type.
-    """
-    rope_type = rope_parameters.get("rope_type", "default")
-    given = {key: rope_parameters[key] for key in keys[rope_type] if rope_parameters.get(key) is not None}
-    return {"rope_type": rope_type, "rope_theta": float(rope_parameters["rope_theta"]), **given}
-
-
 def check_rope(rope_parameters: dict[str, Any], keys: dict[str, tuple[str, ...]]) -> None:
     """Check that training and vLLM compute the same tables.
 
