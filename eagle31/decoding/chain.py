@@ -65,9 +65,7 @@ class ChainDrafter:
         drafts: list[Tensor] = []  # they stay on the device until all are there
         for _ in range(num_tokens):
             normed, state = self.drafter.final_states(self._step(state, token_ids, start))
-            token_ids = self.lm_head(normed).argmax(-1)
-            if self.frozen.draft_target_ids is not None:
-                token_ids = self.frozen.draft_target_ids[token_ids]
+            token_ids = self.frozen.target_ids(self.lm_head(normed).argmax(-1))
             start = self.num_rows + len(drafts)
             drafts.append(token_ids)
         return torch.cat(drafts).tolist()

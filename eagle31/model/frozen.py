@@ -26,6 +26,10 @@ class FrozenParts:
     draft_target_ids: Tensor | None  # int64 [Vd]; None for the full vocabulary
     lm_head: nn.Linear | None  # the draft head when it is not trained
 
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Return the target's ids of tokens of the draft vocabulary, int64 of any shape."""
+        return draft_ids if self.draft_target_ids is None else self.draft_target_ids[draft_ids]
+
     @cached_property
     def draft_logits(self) -> Callable[[Tensor], Tensor]:
         """Return the target's head over the draft vocabulary alone: [N, Ht] -> [N, Vd]."""

@@ -8,7 +8,6 @@ plain reference of the rollout.
 Source: arXiv 2605.09992 for the effect.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -104,8 +103,8 @@ class Drift:
 
 @torch.no_grad()
 def measure_drift(drafter: Drafter, frozen: FrozenParts, chosen: DriftRows) -> Drift:
-    """Measure drift. The host waits for the device once, at the end."""
-    num_steps, config, device = chosen.num_steps, drafter.config, frozen.embed_tokens.device
+    """Measure drift. The host waits for the device at the end only."""
+    config, device = drafter.config, frozen.embed_tokens.device
     batch = chosen.batch.to(device, states=False)
     attention = _RecordingAttention(chosen, config, device)
     rows = attention.rows
@@ -114,41 +113,25 @@ def measure_drift(drafter: Drafter, frozen: FrozenParts, chosen: DriftRows) -> D
     parts = [drafter.fc(_alone(normed, index)) for index in range(len(normed))]
     lm_head = frozen.lm_head or drafter.lm_head
     hits, state_rms = [], []
-    for step, (state, fed_back) in enumerate(
-        reference_rollout(
-            drafter, frozen.embed_tokens, batch, rows, num_steps, attention.attend_rows, attention.attend
-        )
-    ):
-        greedy = lm_head(state).argmax(-1)
-        if frozen.draft_target_ids is not None:
-            greedy = frozen.draft_target_ids[greedy]
+    attends = attention.attend_rows, attention.attend
+    steps = reference_rollout(drafter, frozen.embed_tokens, batch, rows, chosen.num_steps, *attends)
+    for step, (state, fed_back) in enumerate(steps):
+        greedy = frozen.target_ids(lm_head(state).argmax(-1))
         hits.append(greedy == batch.input_ids[rows + 2 + step])
         state_rms.append(_rms(fed_back))
     norms = torch.stack([part.norm(dim=-1, dtype=widened(part.dtype)) for part in parts])  # [A, R]
     share = (norms / norms.sum(0).clamp(min=torch.finfo(norms.dtype).tiny)).mean(1)
-    found = [
-        torch.stack(attention.weights),
-        _rms(drafter.fuse(captured)),
-        *state_rms,
-        *(_rms(one) for one in captured.unbind(1)),
-        *(_rms(one) for one in normed),
-        share,
-        torch.stack(hits).long().cumprod(0).sum(1),
-    ]
-    numbers = torch.cat([one.double().reshape(-1) for one in found]).cpu()
-    shape = (num_steps, config.num_hidden_layers, 3, config.num_attention_heads)
-    sizes = [math.prod(shape), 1, num_steps, *[len(normed)] * 3, num_steps]
-    weights, fused, fed_back_rms, before, after, shares, accepted = numbers.split(sizes)
+    weights = torch.stack(attention.weights).double().cpu()
     return Drift(
         num_positions=len(rows),
-        attention=weights.view(shape),
-        fused_rms=float(fused),
-        state_rms=fed_back_rms.tolist(),
+        attention=weights.unflatten(0, (chosen.num_steps, -1)),
+        fused_rms=float(_rms(drafter.fuse(captured))),
+        state_rms=torch.stack(state_rms).tolist(),
         aux_layer_ids=config.aux_layer_ids,
-        captured_rms=before.tolist(),
-        normed_rms=after.tolist() if config.fc_norm else None,
-        share=shares.tolist(),
-        accepted=accepted.long().tolist(),
+        captured_rms=torch.stack([_rms(one) for one in captured.unbind(1)]).tolist(),
+        normed_rms=torch.stack([_rms(one) for one in normed]).tolist() if config.fc_norm else None,
+        share=share.tolist(),
+        accepted=torch.stack(hits).long().cumprod(0).sum(1).tolist(),
     )
 
 

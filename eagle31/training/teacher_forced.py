@@ -39,9 +39,7 @@ def greedy_hits(
     size = logit_rows(head.device.type, len(frozen.embed_tokens))
     for _, step, rows, normed in _drafted_states(drafter, frozen, batch, schedule):
         greedy = torch.cat([F.linear(x, head).argmax(dim=-1) for x in normed.split(size)])
-        if frozen.draft_target_ids is not None:
-            greedy = frozen.draft_target_ids[greedy]
-        hits[rows, step] = greedy == batch.input_ids[rows + 2 + step]
+        hits[rows, step] = frozen.target_ids(greedy) == batch.input_ids[rows + 2 + step]
     return hits.cpu(), supervised
 
 

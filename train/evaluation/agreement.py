@@ -220,7 +220,7 @@ def _drafted(
     for step, logits in enumerate(logits_of_drafts(drafter, frozen, batch, rows, tokens)):
         by_step.append((logits.argmax(-1), *gaps_and_bounds(logits, draft_ids[:, step], dtype)))
     best, gaps, bounds = (torch.stack(one, dim=1) for one in zip(*by_step, strict=True))
-    expected = best if frozen.draft_target_ids is None else frozen.draft_target_ids[best]
+    expected = frozen.target_ids(best)
     found = []
     for draft, ours, *judged in zip(drafts, expected.tolist(), gaps.tolist(), bounds.tolist(), strict=True):
         gap, bound = max(zip(*judged, strict=True), key=lambda one: (one[0] > one[1], one[0]))
