@@ -12,31 +12,6 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 
 
-class KeyCache:
-    """One layer's keys and values of a sequence, by position, in memory that doubles when it is full."""
-
-    def __init__(self) -> None:
-        self.keys = self.values = torch.empty(0)
-
-    def write(self, start: int, keys: Tensor, values: Tensor) -> LayerKeys:
-        """Write rows from `start` on, and return those of all positions up to them."""
-        stop = start + len(keys)
-        if stop > len(self.keys):
-            self.keys, self.values = (
-                self._grown(self.keys, start, keys),
-                self._grown(self.values, start, values),
-            )
-        self.keys[start:stop], self.values[start:stop] = keys, values
-        return LayerKeys(self.keys[:stop], self.values[:stop])
-
-    @staticmethod
-    def _grown(written: Tensor, num_written: int, rows: Tensor) -> Tensor:
-        grown = rows.new_empty(2 * (num_written + len(rows)), *rows.shape[1:])
-        if num_written:
-            grown[:num_written] = written[:num_written]
-        return grown
-
-
 class ChainDrafter:
     """Drafts for one sequence.
 
@@ -48,8 +23,7 @@ class ChainDrafter:
         self.drafter = drafter
         self.frozen = frozen
         self.lm_head = frozen.lm_head or drafter.lm_head
-        self.layers = [(layer, KeyCache()) for layer in drafter.decoder_layers]
-        self.rotations = (torch.empty(0), torch.empty(0))  # cos and sin by position
+        self.keys: list[LayerKeys | None] = [None for _ in drafter.layers]  # by position
         self.num_rows = 0  # confirmed positions
 
     def draft(self, aux_hidden_states: Tensor, next_token_ids: Tensor, num_tokens: int) -> list[int]:
@@ -72,22 +46,21 @@ class ChainDrafter:
 
     def _step(self, state: Tensor, token_ids: Tensor, start: int) -> Tensor:
         """Run the layers at the positions from `start` on. [n, H], int64 [n] -> [1, H], the last one's."""
-        stop = start + len(state)
-        if stop > len(self.rotations[0]):
-            self.rotations = self.drafter.rotary(torch.arange(2 * stop, device=state.device))
-        cos, sin = self.rotations
+        rotation = self.drafter.rotary(torch.arange(start, start + len(state), device=state.device))
         tokens = F.embedding(token_ids, self.frozen.embed_tokens)
-        for index, (layer, cache) in enumerate(self.layers):
-            last = index == len(self.layers) - 1
-            state, _ = layer.step(
-                state,
-                tokens,
-                (cos[start:stop], sin[start:stop]),
-                partial(cache.write, start),
-                self._attend,
-                slice(-1, None) if last else None,
-            )
+        layers = self.drafter.decoder_layers
+        for index, layer in enumerate(layers):
+            written = partial(self._written, index, start)
+            read = slice(-1, None) if layer is layers[-1] else None
+            state, _ = layer.step(state, tokens, rotation, written, self._attend, read)
         return state
+
+    def _written(self, layer: int, start: int, keys: Tensor, values: Tensor) -> LayerKeys:
+        """Write a layer's keys and values from `start` on, and return those of all positions up to them."""
+        if (kept := self.keys[layer]) is not None:
+            keys, values = torch.cat((kept.keys[:start], keys)), torch.cat((kept.values[:start], values))
+        self.keys[layer] = found = LayerKeys(keys, values)
+        return found
 
     def _attend(self, query: Tensor, keys: LayerKeys) -> Tensor:
         """Attend from the last positions, as many as there are queries, to those before them."""
