@@ -123,7 +123,7 @@ class Family:
     engine_args: of vLLM.
     in_chunks: whether vLLM prefills in chunks, which it does not with latent attention on a CPU.
     num_blocks: of the cache, so few that vLLM preempts; with linear layers it has one for each token.
-    quantized: the form of its weights, one of `tests.recipes.quantized.FORMS`.
+    quantized: whether its weights are in INT4.
     error: the largest difference from transformers in float32, relative to the largest state; twice as much
         relative to the largest of the layer.
     missing: for each of "transformers", "vLLM capture" and "served" that does not work on a CPU, the reason.
@@ -135,7 +135,6 @@ class Family:
     text: dict[str, Any]
     wrapped: dict[str, Any] = field(default_factory=dict)
     layers: str = "model.layers"
-    final_norm: str = "norm"
     published: dict[str, Any] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
@@ -143,7 +142,7 @@ class Family:
     engine_args: tuple[str, ...] = ()
     in_chunks: bool = True
     num_blocks: int = 31
-    quantized: str = ""
+    quantized: bool = False
     error: float = 1e-3
     missing: dict[str, str] = field(default_factory=dict)
 
@@ -157,9 +156,6 @@ class Family:
 # On a CPU, vLLM's delta net wants bfloat16 and heads of 128, and its prefix caching of linear layers a GPU.
 _NO_PREFIX_CACHING = ("enable_prefix_caching=false",)
 _BFLOAT16_ERROR = 0.2  # transformers differs from itself in float32 by up to 0.07
-_NO_PACKAGE = {TRANSFORMERS: "transformers needs the package compressed-tensors"}
-_VLLM_ALONE = ("target.engine=vllm", "stages=[data,vocab,answers,capture,train,export,evaluate]")
-_QWEN3: dict[str, Any] = {"model_type": "qwen3", "text": _DENSE}
 FAMILIES = {
     "qwen3_5": Family(
         "Qwen3.5, Qwen3.6",
@@ -173,38 +169,6 @@ FAMILIES = {
         engine_args=_NO_PREFIX_CACHING,
         num_blocks=320,
         error=_BFLOAT16_ERROR,
-    ),
-    "qwen3_vl": Family(
-        "Qwen3-VL",
-        "multimodal",
-        "qwen3_vl",
-        _DENSE | {"rope_parameters": _ROPE | {"mrope_section": [8, 4, 4]}},
-        {"vision_config": _QWEN_VISION | {"deepstack_visual_indexes": [0]}} | _IMAGES | _VISION_ENDS,
-        layers="model.language_model.layers",
-        num_blocks=12,
-    ),
-    "gemma4": Family(
-        "Gemma 4",
-        "sliding and full attention 3 to 1, keys as values, capped logits, multimodal",
-        "gemma4",
-        _DENSE
-        | {
-            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-            "sliding_window": 24,
-            "global_head_dim": 64,
-            "num_global_key_value_heads": 1,
-            "attention_k_eq_v": True,
-            "hidden_size_per_layer_input": 0,
-            "final_logit_softcapping": 5.0,
-        },
-        {
-            "vision_config": _VISION | {"num_key_value_heads": 2, "head_dim": 16},
-            "audio_config": None,
-            "audio_token_id": VOCAB_SIZE + 4,
-        }
-        | _IMAGES,
-        layers="model.language_model.layers",
-        overrides=(_DRAFTER_ROPE,),
     ),
     "gpt_oss": Family(
         "gpt-oss",
@@ -251,60 +215,6 @@ FAMILIES = {
             SERVED: "not tried",
         },
     ),
-    "glm_5": Family(
-        "GLM-5",
-        "latent attention with an indexer, 2 of 4 experts",
-        "glm_moe_dsa",
-        _LATENT | {"index_topk": 512, "index_head_dim": 128, "index_n_heads": 8},
-        overrides=("drafter.attention=mla",),
-        missing=dict.fromkeys((VLLM_CAPTURE, SERVED), "vLLM has no sparse attention for CPUs"),
-    ),
-    "minimax_m3": Family(
-        "MiniMax M3",
-        "blocks of keys chosen by an indexer, 2 of 4 experts, multimodal",
-        "minimax_m3_vl",
-        _DENSE
-        | _EXPERTS
-        | {
-            "intermediate_size": 32,
-            "dense_intermediate_size": 96,
-            "shared_intermediate_size": 32,
-            "rotary_dim": 16,
-            "layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 3,
-            "mlp_layer_types": ["dense"] + ["sparse"] * 3,
-            "index_n_heads": 2,
-            "index_head_dim": 32,
-            "index_block_size": 8,
-            "index_topk_blocks": 4,
-        },
-        {
-            "vision_config": _VISION | {"image_size": 16},
-            "image_token_index": VOCAB_SIZE,
-            "video_token_index": VOCAB_SIZE + 1,
-            "projector_hidden_size": 64,
-        },
-        layers="model.language_model.layers",
-        missing=dict.fromkeys((VLLM_CAPTURE, SERVED), "vLLM has its kernels for GPUs alone"),
-    ),
-    "nemotron_h": Family(
-        "Nemotron-H",
-        "Mamba-2, attention and feed-forward layers, no experts",
-        "nemotron_h",
-        {key: value for key, value in _DENSE.items() if key != "num_hidden_layers"}
-        | {
-            "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba", "mlp"],
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 32,
-            "ssm_state_size": 32,
-            "n_groups": 2,
-            "chunk_size": 16,
-        },
-        final_norm="norm_f",
-        overrides=(_DRAFTER_ROPE,),
-        engine_args=_NO_PREFIX_CACHING,
-        num_blocks=320,
-        missing={SERVED: "vLLM on a CPU continues prompts with other tokens"},
-    ),
     "kimi_k2_6": Family(
         "Kimi K2.5, K2.6",
         "latent attention, 2 of 16 experts, not in INT4, multimodal",
@@ -330,40 +240,18 @@ FAMILIES = {
     "int4": Family(
         "INT4 (compressed-tensors)",
         "Qwen3, groups of 32 weights, in bfloat16",
-        **_QWEN3,
+        "qwen3",
+        _DENSE,
         dtype="bfloat16",
-        quantized="int4",
-        overrides=(*_VLLM_ALONE, "vllm.engine_args.dtype=bfloat16"),
+        quantized=True,
+        overrides=(
+            "target.engine=vllm",
+            "vllm.engine_args.dtype=bfloat16",
+            "stages=[data,vocab,answers,capture,train,export,evaluate]",
+        ),
         num_blocks=12,
         error=0.05,
-        missing=_NO_PACKAGE,
-    ),
-    "int8": Family(
-        "INT8 (compressed-tensors)",
-        "Qwen3, activations in INT8, too",
-        **_QWEN3,
-        quantized="int8",
-        overrides=_VLLM_ALONE,
-        num_blocks=12,
-        error=0.05,
-        missing=_NO_PACKAGE,
-    ),
-    "fp8": Family(
-        "FP8 (compressed-tensors)",
-        "Qwen3, activations and the cache for keys and values in FP8, too",
-        **_QWEN3,
-        quantized="fp8",
-        overrides=_VLLM_ALONE,
-        num_blocks=12,
-        error=0.2,
-        missing=_NO_PACKAGE,
-    ),
-    "fp8_blocks": Family(
-        "FP8 in blocks",
-        "Qwen3, a scale for 128 x 128 weights",
-        **_QWEN3,
-        quantized="fp8_blocks",
-        missing=dict.fromkeys((VLLM_CAPTURE, SERVED), "vLLM needs a CPU with AMX"),
+        missing={TRANSFORMERS: "transformers needs the package compressed-tensors"},
     ),
 }
 
@@ -380,7 +268,7 @@ def save_family(name: str, directory: Path) -> Path:
         save_file(tensors, weights, metadata={"format": "pt"})
     (directory / "train.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
     if FAMILIES[name].quantized:
-        quantize(directory / "model", FAMILIES[name].quantized)
+        quantize(directory / "model")
     return directory / "model"
 
 
@@ -400,7 +288,7 @@ def try_family(name: str, directory: Path) -> dict[str, str]:
         results[VLLM_CAPTURE] = "yes" if family.in_chunks else "yes, not in chunks"
     settings = [*run_arguments(model, directory / "train.jsonl", run), f"target.dtype={family.dtype}"]
     run_here("any_target", *settings, *engine, *family.overrides)
-    assert_captured(run, name, reference, online=False, error=family.error)
+    assert_captured(run, reference, online=False, error=family.error)
     if VLLM_CAPTURE not in family.missing:
         assert_captured_when_preempted(family, model, reference, directory / "preempted")
     if TRANSFORMERS in family.missing:  # nothing drafts next to vLLM

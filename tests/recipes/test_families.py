@@ -29,7 +29,7 @@ def test_transformers_captures_what_the_layers_give(name: str, tmp_path: Path) -
     capture = HiddenStateCapture(model, modules, aux_layer_ids)
     batch = [torch.randint(400, (length,), generator=torch.manual_seed(length)) for length in LENGTHS]
     layers = model.get_submodule(family.layers)
-    norm = model.get_submodule(f"{family.layers.rpartition('.')[0]}.{family.final_norm}")
+    norm = model.get_submodule(f"{family.layers.rpartition('.')[0]}.norm")
     for ids, (aux, final) in zip(batch, capture.capture(batch), strict=True):
         given: list[Tensor] = []
 

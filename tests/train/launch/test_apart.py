@@ -72,7 +72,7 @@ def test_a_server_on_another_node(
             assert not list(second.path(output_dir).rglob("*.safetensors"))
             return
     assert (output_dir / "export" / "model.safetensors").exists()
-    assert_captured(output_dir, RECIPE, stand_in.model, online=True)
+    assert_captured(output_dir, stand_in.model, online=True)
     assert (output_dir / f"server-{second.name}-8000.log").exists()
     assert f"http://{second.address}:8000" in (output_dir / "config.yaml").read_text()
     for path in output_dir.rglob("*"):

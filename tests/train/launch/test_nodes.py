@@ -16,6 +16,7 @@ from tests.train.small_run import MAIN, RECIPE, STEPS, arguments, metrics_of, sa
 from train.launch import slurm
 from train.launch.slurm import Job, render
 
+pytestmark = pytest.mark.full("it starts jobs under Slurm")
 # A job starts four processes; on a busy machine each needs minutes.
 ONE_NODE = Job(gpus_per_node=0, sbatch=["--cpus-per-task=1", "--comment=a 'b'"])
 
