@@ -1,10 +1,10 @@
-"""A run of three ranks that is killed at random moments and started again ends as one that nobody killed.
+"""A run of three ranks that is killed in capture and in training ends as one that nobody killed.
 
 It has fewer held-out prompts than ranks.
 """
 
-import random
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -12,10 +12,9 @@ from data.embedded.target import EmbeddedTarget
 from tests.runs.forked import Ranks, start
 from tests.runs.outcome import leftovers, outcome_of
 from tests.train.conftest import small_target  # noqa: F401
-from tests.train.small_run import RECIPE, arguments
+from tests.train.small_run import RECIPE, arguments, saved_steps
 
 SCRIPT = "tests/runs/small_shards.py"
-NUM_KILLS = 2
 SMALLER = (
     "data.max_samples=48",
     "train.max_steps=8",
@@ -36,23 +35,20 @@ def test_a_killed_run_ends_as_one_that_nobody_killed(
 ) -> None:
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
 
-    def begin(directory: Path) -> Ranks:
+    def begin(directory: Path, **variables: str) -> Ranks:
         command = [f"recipe={RECIPE}", *arguments(small_target, directory), *SMALLER]
-        return start(SCRIPT, *command, log=directory.with_suffix(".log"), num_processes=3)
+        log = directory.with_suffix(".log")
+        return start(SCRIPT, *command, log=log, num_processes=3, variables=variables)
 
-    started = time.monotonic()
     ranks = begin(undisturbed)
     assert ranks.wait() == 0, ranks.printed()
-    seconds = time.monotonic() - started
-    # Each start is killed before a whole run could have ended; which moments these are, chance decides.
-    moments = random.Random(2)
-    for _ in range(NUM_KILLS):
-        ranks = begin(killed)
-        time.sleep(moments.uniform(0, seconds))
-        victims = ranks.processes if moments.random() < 0.5 else [moments.choice(ranks.processes)]
-        for victim in victims:
-            victim.kill()
-        ranks.wait()
+    ranks = begin(killed)
+    while not list(killed.glob("artifacts/capture-*/train/shard-*")):
+        assert all(one.is_alive() for one in ranks.processes), ranks.printed()
+        time.sleep(0.01)
+    ranks.kill()
+    assert begin(killed, KILLED_RANK="1", KILLED_AT="5").wait() == -signal.SIGKILL
+    assert saved_steps(killed)[0] == "step-00000002"
     ranks = begin(killed)
     assert ranks.wait() == 0, ranks.printed()
     found, expected = outcome_of(killed), outcome_of(undisturbed)

@@ -1,15 +1,16 @@
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
 
+from data.capture import filling
 from data.capture.filling import (
     StoreSpec,
     estimate_bytes,
@@ -138,11 +139,19 @@ def test_resume_does_only_the_shard_that_is_gone(tmp_path: Path, capture: Counti
 
 
 def test_ranks_share_the_samples_and_all_return_to_a_finished_store(
-    tmp_path: Path, capture: CountingCapture
+    tmp_path: Path, capture: CountingCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _capture(capture, tmp_path / "one")
     capture.batches = []
     lengths = []
+    waits, wait_until = Event(), filling._wait_until
+
+    def wait(condition: Callable[[], bool]) -> None:
+        if not condition():
+            waits.set()
+        wait_until(condition)
+
+    monkeypatch.setattr(filling, "_wait_until", wait)
 
     def run(rank: int) -> None:
         _capture(capture, tmp_path / "two", rank, world_size=2)
@@ -151,8 +160,7 @@ def test_ranks_share_the_samples_and_all_return_to_a_finished_store(
     run_late = Thread(target=run, args=(1,))
     run_first = Thread(target=run, args=(0,))
     run_first.start()
-    run_first.join(timeout=1.0)
-    assert run_first.is_alive()  # it waits for the other rank's samples
+    assert waits.wait(100)  # for the other rank's samples
     assert not (tmp_path / "two" / "manifest.json").exists()
     run_late.start()
     run_first.join()
