@@ -41,12 +41,6 @@ aten = torch.ops.aten
 # Operations that read whole tensors on the host, or whose result has a shape that depends on values.
 _READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 _INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
-# Operations without a kernel, apart from views: they allocate, or change no value.
-_WITHOUT_KERNEL = {
-    *(aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default),
-    *(aten.new_empty.default, aten.new_empty_strided.default),
-    *(aten._unsafe_view.default, aten.lift_fresh.default, aten.record_stream.default),
-}
 
 
 class PretendedGpu(TorchDispatchMode):
@@ -61,13 +55,6 @@ class PretendedGpu(TorchDispatchMode):
         self.fake = FakeTensorMode()
         self._pinned: dict[int, torch.UntypedStorage] = {}
         self._exits = ExitStack()
-
-    @property
-    def launches(self) -> list[Any]:
-        """Return the operations that launch a kernel, each once, though some consist of several."""
-        return [
-            op for op in self.operations if op not in _WITHOUT_KERNEL and not getattr(op, "is_view", False)
-        ]
 
     @contextmanager
     def no_waiting(self, allowed: int = 0) -> Iterator[None]:

@@ -1,22 +1,17 @@
 """The roofline's FLOPs, bytes and parts are those of the operations that a step runs."""
 
-import sys
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from eagle31.errors import UserError
 from scripts.bench import recorder as recorded
 from scripts.bench.gpu_rates import gpu_rates
-from scripts.bench.pretended_gpu.backward import backward
 from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu
 from scripts.bench.recorder import ATTENTION, HEAD, MERGE, MLPS, OPTIMIZER, PROJECTIONS, Operation, Recorder
-from scripts.bench.roofline import Prediction, lines, measure, predict, predicted_seconds
+from scripts.bench.roofline import Prediction, predict, predicted_seconds
 from tests.gpu.test_step import SMALL
-from tests.scripts.bench.commands import command
 from train.config.compose import composed
 from train.plan.sizes import RunSizes
 
@@ -98,43 +93,6 @@ def test_attention_has_the_flops_of_its_visible_pairs() -> None:
     assert flops == [2 * 2 * 8 * 4 * pairs for pairs in (2 + 3 + 1 + 2 + 3, 2 + 2 + 1 + 2 + 2)]
 
 
-def test_the_backward_pass_has_the_parts_of_the_forward_pass() -> None:
-    class Norm(nn.RMSNorm):
-        pass
-
-    def step(x: torch.Tensor, _: torch.Tensor) -> None:
-        with torch.device(CUDA):
-            linear, norm = nn.Linear(4, 4), Norm(4)
-        found.clear()
-        backward(linear(norm(x)).sum())
-
-    found: list[Operation] = []
-    with PretendedGpu(), Recorder() as recorder:
-        found = recorder.operations
-        step(torch.zeros(8, 4, device=CUDA), torch.zeros(0))
-    products = [one.part for one in found if one.flops]
-    assert len(products) == 3
-    assert set(products) == {PROJECTIONS}
-    assert sum(one.part == recorded.NORMS for one in found) > 4
-
-
-def scale(x_ptr, y_ptr, index_ptr, unused_ptr, size, BLOCK: Any):  # type: ignore[no-untyped-def]
-    """The source of a Triton kernel, which is read and not run."""
-    row = tl.load(index_ptr + tl.program_id(0))  # noqa: F821
-    start = x_ptr + row * size
-    tl.store(start, tl.load(start) + tl.load(y_ptr + row))  # noqa: F821
-
-
-def test_a_kernels_source_says_which_arguments_it_reads_and_writes() -> None:
-    found = recorded._accesses(scale)
-    assert {name: found.get(name) for name in ("x_ptr", "y_ptr", "index_ptr", "unused_ptr")} == {
-        "x_ptr": 2,
-        "y_ptr": 1,
-        "index_ptr": 1,
-        "unused_ptr": None,
-    }
-
-
 def test_an_operation_takes_the_longest_of_its_limits() -> None:
     rates = gpu_rates("NVIDIA H100 80GB HBM3")
     assert rates is not None
@@ -143,42 +101,3 @@ def test_an_operation_takes_the_longest_of_its_limits() -> None:
     assert predicted_seconds(Operation("add", "", 0, 10**9), rates) == pytest.approx(1e9 / rates.bandwidth)
     assert predicted_seconds(Operation("add", "", 0, 8), rates) == rates.launch_seconds
     assert gpu_rates("NVIDIA GeForce RTX 4090") is None
-
-
-def test_measured_times_are_next_to_predicted_ones() -> None:
-    sizes = small_sizes("llama3_1_8b", "deepspeed.precision=fp32")
-    by_part, seconds = measure(sizes, torch.device("cpu"), rounds=1)
-    assert seconds > 0
-    assert set(by_part) == set(recorded.PARTS)
-    rates = gpu_rates("H200")
-    assert rates is not None
-    found = Prediction([Operation("mm", part, 10**9, 1) for part in recorded.PARTS], 10**10)
-    table = lines(found, rates, (by_part, seconds))
-    rows = {line.rsplit(maxsplit=6)[0]: float(line.split()[-1]) for line in table[1:-1]}
-    assert rows[MLPS] == pytest.approx(1000 * by_part[MLPS], abs=0.01)
-    total = 1000 * sum(time for part, time in by_part.items() if part != OPTIMIZER)
-    assert rows["forward and backward"] == pytest.approx(total, abs=0.01)
-
-
-def test_the_command_prints_the_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = Prediction([Operation("mm", part, 10**12, 1) for part in recorded.PARTS], 9 * 10**12)
-    monkeypatch.setattr("scripts.bench.roofline.predict", lambda sizes: found)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(
-        sys, "argv", ["step", "--roofline", "recipe=kimi_k2_6", "--gpu", "a100", "train.ttt_steps=4"]
-    )
-    command("step").main()
-    title, *table = capsys.readouterr().out.splitlines()
-    assert title.startswith("recipe=kimi_k2_6 train.ttt_steps=4: 1.841 B parameters")
-    assert len(table) == len(recorded.PARTS) + 3
-    assert table[-1].startswith("by formula 9.000 TFLOP: MFU 70.0%")
-
-
-def test_without_triton_the_command_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = command("step")
-    monkeypatch.setattr(step, "find_spec", lambda name: None)
-    monkeypatch.setattr(sys, "argv", ["step", "--roofline", "recipe=kimi_k2_6"])
-    with pytest.raises(UserError, match="triton"):
-        step.main()
