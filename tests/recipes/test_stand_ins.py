@@ -1,6 +1,6 @@
 """Recipes, with as many processes as their node has GPUs, on small stand-ins for their targets.
 
-Those of STAND_INS run with --full, and kimi_k2_6 always, on two nodes: tests/train/launch/test_apart.py.
+They run with --full; tests/train/launch/test_apart.py has kimi_k2_6 on two nodes.
 """
 
 import json

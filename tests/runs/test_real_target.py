@@ -56,7 +56,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("run")
-    prompts = [question.format(number) for question in QUESTIONS for number in range(2, 12)]
+    prompts = [question.format(number) for question in QUESTIONS for number in range(2, 8)]
     rows = [json.dumps({"prompt": prompt}) for prompt in prompts]
     (directory / "prompts.jsonl").write_text("\n".join(rows))
     done = run_command(
@@ -71,8 +71,8 @@ def run(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data.regenerate.max_new_tokens=32",
         "drafter.draft_vocab_size=1024",
         "train.row_tokens=256",
-        "train.rows_per_step=2",
-        "train.max_steps=30",
+        "train.rows_per_step=1",
+        "train.max_steps=10",
         "train.ttt_steps=3",
         "evaluate.max_new_tokens=32",
         "evaluate.decoded_prompts=4",
@@ -115,7 +115,7 @@ def test_vllm_serves_what_was_trained(
     done = run_command("scripts/check_serving", run / "export", "--target", target, *options)
     assert done.status == 0, done.out + done.err
     found = read_json(tmp_path / "checked.json")
-    assert found["num_drafts"] == sum(found["drafts"].values()) > 40
+    assert found["num_drafts"] == sum(found["drafts"].values()) > 30
     assert found["vllm"]["num_drafts"] > 20
 
 

@@ -19,7 +19,7 @@ from tests.train.small_run import metrics_of
 RECIPE = "kimi_k2_6"
 STEPS = 3
 NUM_LAYERS, AUX_LAYER_IDS = 2, [1, 2]  # a dense one and one with experts; all would take minutes on a CPU
-pytestmark = pytest.mark.usefixtures("vllm_python")
+pytestmark = [pytest.mark.usefixtures("vllm_python"), pytest.mark.full("it starts vLLM under Slurm")]
 
 
 def keys_of_servers(output_dir: Path) -> list[str]:
@@ -32,9 +32,7 @@ def keys_of_servers(output_dir: Path) -> list[str]:
     return [key for key in found if key]
 
 
-@pytest.mark.parametrize(
-    "transport", ["spool", pytest.param("mooncake", marks=pytest.mark.full("another run on two nodes"))]
-)
+@pytest.mark.parametrize("transport", ["spool", "mooncake"])
 def test_a_server_on_another_node(
     transport: str, vllm_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """vLLM serves what is trained: exports of every kind, compared with the real engine draft by draft.
 
-Both of vLLM's model runners serve them. The drafter of most tests, without a window and in vLLM's layout, is
-compared in tests/train/stages/test_evaluate.py.
+With --full both of vLLM's model runners serve them. The drafter of most tests, without a window and in vLLM's
+layout, is compared in tests/train/stages/test_evaluate.py.
 """
 
 from collections.abc import Sequence
@@ -41,18 +41,21 @@ def engines(
     case_names: Sequence[str],
     trained: Path,
     published: dict[str, Path],
+    full: bool,
     vllm_python: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> EngineResults:
-    """Each export, and what others publish, with its target; Model Runner V2 gets the exports too."""
+    """Each export with its target; with --full what others publish too, and all exports on V2."""
     names = case_names
     jobs = [decode_job(name, name, export_path(name, trained).resolve(), trained) for name in names]
     jobs += [decode_job(f"published {name}", name, path, trained) for name, path in published.items()]
     logs = tmp_path_factory.mktemp("vllm")
+    results = run_all(jobs, vllm_python, logs / "vllm")
+    if not full:
+        return EngineResults(trained, results)
     few = [
         decode_job(f"V2 {name}", name, export_path(name, trained).resolve(), trained, FEW) for name in names
     ]
-    results = run_all(jobs, vllm_python, logs / "vllm")
     with model_runner("V2", vllm_python, logs / "v2") as python:
         return EngineResults(trained, results | run_all(few, python, logs / "vllm_v2"))
 
@@ -78,7 +81,7 @@ def compare(engines: EngineResults, name: str, runner: str = "V1") -> Comparison
 LONG = pytest.mark.full("the long matrix")
 
 
-@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("runner", ["V1", pytest.param("V2", marks=LONG)])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if case.core else LONG) for name, case in CASES.items()]
 )

@@ -44,7 +44,7 @@ def test_two_processes_train_as_one_does(results: dict[int, dict], stage: int) -
         assert run["weights"] == pytest.approx(reference["weights"], rel=1e-4, abs=1e-4)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_two_processes_that_share_rows_train_as_one_does(results: dict[int, dict], stage: int) -> None:
     run, reference = results[2][f"shared-zero{stage}"], results[1]["zero0"]
     assert run["losses"] == pytest.approx(reference["losses"], rel=1e-5)
@@ -68,7 +68,7 @@ def test_bf16_reduces_and_accumulates_in_float32(results: dict[int, dict]) -> No
     # Every micro-batch's gradient is the same bf16 tensor on one rank and on two. So runs differ only in the
     # order of float32 sums; sums in bf16 would differ by up to 2 ** -8.
     reference = results[1]["bf16-zero1"]
-    for run in [one for stage in (1, 2, 3) for one in runs(results, f"bf16-zero{stage}")]:
+    for run in [one for stage in (1, 3) for one in runs(results, f"bf16-zero{stage}")]:
         assert run["losses"] == pytest.approx(reference["losses"], rel=1e-6)
         assert run["grad_norms"] == pytest.approx(reference["grad_norms"], rel=1e-6)
         assert run["weights"] == pytest.approx(reference["weights"], rel=1e-6, abs=1e-4)

@@ -265,6 +265,7 @@ def give_up_midway(server: Server, spec: TargetSpec, root: Path) -> None:
     assert server.vllm_process() == process
 
 
+@pytest.mark.full("it starts vLLM again, whose kernels are interpreted")
 def test_states_are_exact_on_the_model_runner_of_gpus(
     vllm_python: Path, spec: TargetSpec, tmp_path: Path
 ) -> None:
