@@ -101,12 +101,6 @@ def test_chosen_prompts_differ_and_depend_only_on_texts_and_seed():
     assert choose_prompts(data, 5, seed=0) == chosen[:5]
 
 
-def test_the_prompt_is_only_the_first_user_message():
-    messages = ("system", "s"), ("user", "first"), ("assistant", "a"), ("user", "second")
-    later = Conversation("x", tuple({"role": role, "content": content} for role, content in messages))
-    assert first_prompt(later) == "first"
-
-
 def test_an_evaluation_prompt_is_found_in_any_message_of_the_user_whatever_its_spaces_and_case():
     evaluated = EvaluationPrompts()
     evaluated.add("first", [conversation("x", "Add ２ and ﬁve.", "four", "and 3?")])

@@ -368,28 +368,12 @@ def test_a_template_that_joins_arguments_to_the_text_gets_them_as_json(template,
     assert sample.notes[TEXT_ARGUMENTS] == takes_text
 
 
-def test_the_first_error_is_that_of_arguments_as_objects():
-    given = "message.tool_calls[0].function.arguments"
-    template = "{%- for message in messages[1:] %}{{- raise_exception(GIVEN is string) }}{%- endfor %}"
-    template = template.replace("GIVEN", given)
-    with pytest.raises(TemplateRefused, match="False"):
-        rendered(template, of=answered(CALL))
-
-
 @pytest.mark.parametrize("template", [templates.CHATML, templates.CHATML_MARKED])
 def test_a_text_that_is_too_long_for_a_tokenizer_is_refused(template, monkeypatch):
     monkeypatch.setattr(Template, "encode", pytest.fail)
     monkeypatch.setattr(template_module, "_MAX_CHARACTERS", 1000)
     with pytest.raises(TemplateRefused, match="more than the 1,000"):
         rendered(template, of=conversation("some-id", "q", "a" * 1000))
-
-
-def test_a_tokenizer_without_a_template_is_a_user_error():
-    tokenizer = byte_level_tokenizer(None)
-    with pytest.raises(UserError, match="=FILE"):
-        render(tokenizer, TWO_TURNS, template_kwargs={}, eos_token_ids=())
-    with pytest.raises(UserError, match="=FILE"):
-        render_prompt(tokenizer, TWO_TURNS.messages, None, {})
 
 
 def test_the_fingerprint_covers_template_and_arguments():

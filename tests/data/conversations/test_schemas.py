@@ -143,24 +143,6 @@ def test_unknown_and_ambiguous_columns_are_user_errors(tmp_path, row, columns, e
         list(Source(source, **columns).reader())
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "columns"),
-    [
-        ("a.jsonl", json.dumps({"messages": MESSAGES[:1]}), {}),
-        ("a.jsonl", json.dumps({"conversations": [{"from": "human", "value": "h"}]}), {}),
-        ("a.jsonl", json.dumps({"turns": ["a", "b"]}), {}),
-        ("a.csv", "prompt\np\n", {}),
-        ("a.csv", "question,answer\nq,\n", {}),
-        ("a.csv", "question,answer\nq,a\n", {"prompt_column": "question"}),
-        ("a.txt", "p\n", {}),
-    ],
-)
-def test_without_answers_the_error_says_that_the_target_can_write_them(tmp_path, name, content, columns):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=r"set data\.regenerate\.enabled=true"):
-        list(Source(str(tmp_path / name), **columns).reader())
-
-
 def test_a_conversation_ends_before_its_first_image_and_is_no_malformed_row(tmp_path):
     text, image = {"type": "text", "text": "what is"}, {"type": "image_url", "image_url": {"url": "a.png"}}
     first = [{"role": "user", "content": [text, text]}, {"role": "assistant", "content": "a"}]
@@ -216,19 +198,6 @@ def test_ids_come_from_the_row_or_its_content(tmp_path):
     assert first.id == "mine"
     assert second.id == fourth.id
     assert second.id != third.id
-
-
-def test_alpacas_input_follows_the_instruction(tmp_path):
-    rows = [
-        {"instruction": "Add.", "output": "a"},
-        {"instruction": "Add.", "input": "2 and 2", "output": "a"},
-        {"instruction": "Add.", "input": " ", "output": "a"},
-        {"instruction": "Add.", "input": 3, "output": "a"},
-    ]
-    source = write_jsonl(tmp_path / "a.jsonl", rows)
-    reader = Source(source, max_malformed_fraction=0.3).reader()
-    assert [messages[0][1] for messages in roles_and_contents(reader)] == ["Add.", "Add.\n\n2 and 2", "Add."]
-    assert "int, not text" in reader.malformed[0][1]
 
 
 def test_calls_and_results_of_older_formats_become_those_of_templates(tmp_path):

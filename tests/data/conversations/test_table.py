@@ -1,11 +1,10 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from data.conversations.schemas import Conversation
-from data.conversations.table import ConversationTable, Selection
+from data.conversations.table import ConversationTable
 
 
 def write_table(conversations: Iterable[Conversation], path: Path) -> ConversationTable:
@@ -41,12 +40,3 @@ def test_conversations_come_back_in_any_order(tmp_path, number):
     assert [table[i] for i in reversed(range(number))] == expected[::-1]
     with pytest.raises(IndexError):
         table[number]
-
-
-def test_a_selection_is_shuffled_as_a_list_was(tmp_path):
-    expected = conversations(40)
-    indices = np.arange(0, 40, 2)
-    selection = Selection(write_table(expected, tmp_path / "a.arrow"), indices)
-    assert list(selection) == expected[::2]
-    order = np.random.default_rng(3).permutation(20)
-    assert list(selection.shuffled(3)) == [expected[::2][i] for i in order]

@@ -1,11 +1,8 @@
-import re
-
 import datasets
 import pytest
 
 from data.conversations import tokenize as tokenize_module
 from data.conversations.choices import Turns
-from data.conversations.masks import LOST_REASONING
 from data.conversations.schemas import Conversation
 from data.conversations.template import template_fingerprint
 from data.conversations.tokenize import Enough, TokenizeReport, tokenize
@@ -128,33 +125,6 @@ def test_special_tokens_in_a_users_text_are_counted_and_leave_the_mask_alone(tmp
         answered.append([[id for id, supervised in row if supervised] for row in pairs])
     assert answered[0] == answered[1]
     assert "data: 1 conversations have special tokens" in capsys.readouterr().err
-
-
-def test_a_limit_that_cuts_answers_away_is_reported_with_the_one_that_keeps_nine_tenths(tmp_path, capsys):
-    tokenizer = byte_level_tokenizer(templates.CHATML)
-    data = [conversation(str(i), "and " * i, "six") for i in range(1, 21)]
-
-    def kept(max_tokens: int) -> tuple[int, str]:
-        output_dir = tmp_path / str(len(list(tmp_path.iterdir())))
-        report = tokenize(data, tokenizer, output_dir=output_dir, **options(max_tokens=max_tokens))
-        return report.num_samples, capsys.readouterr().err
-
-    num_samples, said = kept(20)
-    assert f"{20 - num_samples} of 20 samples are cut" in said
-    (enough,) = re.findall(r"data.max_tokens=(\d+) keeps nine tenths", said)
-    assert [kept(int(enough) - change)[0] for change in (0, 1)] == [18, 17]
-    with pytest.raises(UserError, match=f"No sample is left.*data.max_tokens={enough}"):
-        kept(3)
-    assert "keeps" not in kept(int(enough))[1]
-
-
-def test_what_the_template_leaves_out_is_counted(tmp_path, capsys):
-    tokenizer = byte_level_tokenizer(templates.NEVER_THINKING)
-    thought = {"role": "assistant", "content": "six", "reasoning_content": "two two"}
-    data = [Conversation(str(i), ({"role": "user", "content": "and"}, thought)) for i in range(70)]
-    report = tokenize(data, tokenizer, output_dir=tmp_path / "out", **options(num_workers=2))
-    assert report.notes[LOST_REASONING] == 70
-    assert f"data: 70 {LOST_REASONING}" in capsys.readouterr().err
 
 
 def test_files_of_a_killed_run_are_removed(tmp_path):

@@ -1,13 +1,14 @@
 """The kernels for GPUs, compiled without one as training launches them: they compile, and no register spills.
 
-What is compiled are the launches of steps on the pretended GPU, with the shapes of the recipes' drafters.
+What is compiled are the launches of steps on the pretended GPU, with the shapes of the drafters of SOME recipes;
+with --full of all.
 """
 
 import pkgutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -33,6 +34,8 @@ from train.config.compose import composed
 from train.plan.sizes import RunSizes, trainer_settings
 
 run = JITFunction.run  # the pretended GPU replaces it
+ALL = [path.stem for path in sorted((ROOT / "recipes" / "recipe").glob("*.yaml"))]
+SOME = ["kimi_k2_6", "llama3_1_8b", "qwen3_5_9b", "smollm2_135m"]  # MLA, heads of 128, 256 and 64
 
 
 class Launch(NamedTuple):
@@ -50,13 +53,13 @@ class Launch(NamedTuple):
         return self.kernel.fn.__name__, *sorted(map(str, (kept | dtypes).items()))
 
 
-def steps() -> Iterator[tuple[DrafterConfig, torch.dtype, dict[str, Any]]]:
+def steps(recipes: Sequence[str]) -> Iterator[tuple[DrafterConfig, torch.dtype, dict[str, Any]]]:
     """Yield drafters, the dtypes of their training, and further arguments of a step."""
     seen: set[tuple[Any, ...]] = set()
-    for path in sorted((ROOT / "recipes" / "recipe").glob("*.yaml")):
-        if path.stem in ("adapt", "any_target"):  # they have no shapes
+    for recipe in recipes:
+        if recipe in ("adapt", "any_target"):  # they have no shapes
             continue
-        sizes = RunSizes(composed([f"recipe={path.stem}"]))
+        sizes = RunSizes(composed([f"recipe={recipe}"]))
         config, num_steps = sizes.drafter, sizes.config.train.ttt_steps
         dtype = torch.bfloat16 if trainer_settings(sizes.config, num_ranks=1).bf16 else torch.float32
         heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -66,12 +69,12 @@ def steps() -> Iterator[tuple[DrafterConfig, torch.dtype, dict[str, Any]]]:
         loss = dtype, config.pruned, num_steps
         if loss not in seen:
             yield config, dtype, {"num_steps": num_steps, "with_metrics": False}
-        if path.stem == "llama3_1_8b":  # with a window so narrow that the last steps read no key of step 0
+        if recipe == "llama3_1_8b":  # with a window so narrow that the last steps read no key of step 0
             yield replace(config, sliding_window=2), dtype, {"num_steps": num_steps}
         seen |= {widths, loss}
 
 
-def launches() -> Iterator[Launch]:
+def launches(recipes: Sequence[str]) -> Iterator[Launch]:
     """Yield the launches of eagle31's kernels, those with the same constants once."""
     found: dict[tuple[Any, ...], Launch] = {}
 
@@ -82,7 +85,7 @@ def launches() -> Iterator[Launch]:
         if kernel.fn.__module__.startswith(kernels.__name__):
             found.setdefault(launch.constants, launch)
 
-    for config, dtype, options in steps():
+    for config, dtype, options in steps(recipes):
         with PretendedGpu(), patch.object(JITFunction, "run", record):
             drafter, frozen = random_parts(config, True, dtype, CUDA)
             step(drafter, frozen, host_batch(config, dtype), **options)
@@ -118,12 +121,16 @@ def compile_for(launch: Launch, architecture: int) -> str:
     return f"sm_{architecture} {' '.join(launch.constants)} {line}"
 
 
+LONG = pytest.mark.full("compiling takes a minute")
+
+
 @pytest.mark.parametrize(
-    "architecture", [90, pytest.param(100, marks=pytest.mark.full("compiling takes half a minute"))]
+    ("architecture", "recipes"),
+    [(90, SOME), pytest.param(90, ALL, marks=LONG), pytest.param(100, ALL, marks=LONG)],
 )
-def test_every_launch_compiles_and_no_register_spills(architecture: int) -> None:
+def test_every_launch_compiles_and_no_register_spills(architecture: int, recipes: list[str]) -> None:
     # Triton does not compile where it interprets, so this is a process.
-    command = [sys.executable, "-m", "tests.eagle31.kernels.test_compiled", str(architecture)]
+    command = [sys.executable, "-m", "tests.eagle31.kernels.test_compiled", str(architecture), *recipes]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
@@ -131,5 +138,5 @@ def test_every_launch_compiles_and_no_register_spills(architecture: int) -> None
 
 
 if __name__ == "__main__":
-    for each in launches():
+    for each in launches(sys.argv[2:]):
         print(compile_for(each, int(sys.argv[1])), flush=True)

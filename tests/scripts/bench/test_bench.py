@@ -43,21 +43,6 @@ def test_step_times_both_of_our_sides(
     assert all(float(row[4].replace(",", "")) > 0 for row in rows)
 
 
-def test_a_peer_is_compared_with_our_side_of_the_same_head() -> None:
-    def side(seconds: float, step_bytes: int) -> list[dict]:
-        times = {"wall_seconds": [seconds, 2 * seconds, 3 * seconds], "cpu_seconds": [seconds] * 3}
-        return [
-            times | {"num_tokens": [1] * 3, "step_bytes": step_bytes, "version": "1", "num_trained": 1}
-        ] * 2
-
-    found = {"eagle31": side(2.0, 10), "eagle31-frozen": side(1.0, 5), "speculators": side(3.0, 50)}
-    assert command("step").lines(TINY, found | {"specforge": [{"error": "no memory"}]}, "float32")[-2:] == [
-        "specforge: no memory",
-        "against speculators with the same head: 3.00x the tokens per second (3.00x per CPU second), "
-        "0.10 of its step's memory",
-    ]
-
-
 def test_capture_is_compared_with_prefill(
     small_target: EmbeddedTarget, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

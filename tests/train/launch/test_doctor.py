@@ -152,16 +152,6 @@ def test_states_of_transformers_model_in_vllm_are_refused() -> None:
         check_eagle3(config)
 
 
-def test_prompts_that_the_target_writes_are_not_looked_for(
-    small_target: EmbeddedTarget, tmp_path: Path
-) -> None:
-    settings = [*arguments(small_target, Path("run")), "data=self", "data.train=self", "stages=[plan]"]
-    settings.append("data.regenerate.enabled=true")
-    outcome = run_command("train/main.py", "recipe=any_target", *settings, directory=tmp_path)
-    assert outcome.status == 0, outcome.err
-    assert "data.train" not in rows(examined(small_target, tmp_path, *settings[-4:], "--json"))
-
-
 def test_gpus_that_the_recipe_is_planned_for_are_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_driver_version", lambda: None)
     check = doctor._gpus(composed("qwen3_8b"))
@@ -227,10 +217,3 @@ def test_a_port_in_use_is_refused() -> None:
     with port_in_use() as port, pytest.raises(UserError, match=r"Nothing can listen on 127\.0\.0\.1"):
         check_port("--port", port)
     check_port("--port", free_port())
-
-
-def test_a_pattern_is_a_source_where_files_match_it(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").touch()
-    doctor._check_source("data.train", f"{tmp_path}/*.jsonl")
-    with pytest.raises(UserError, match="no such file"):
-        doctor._check_source("data.train", f"{tmp_path}/*.csv")

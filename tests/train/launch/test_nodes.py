@@ -91,14 +91,6 @@ def start(
     return number, directory / f"slurm-{number}.out"
 
 
-def test_a_job_that_fails_does_not_queue_again(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    number, log = start(cluster, tmp_path, ONE_NODE, "train/main.py", "raise SystemExit(3)", monkeypatch)
-    assert cluster.wait(number, JobState="FAILED")["Restarts"] == "0"
-    assert "queued again" not in log.read_text()
-
-
 def test_a_job_that_is_queued_again_starts_again_until_it_is_cancelled(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,14 +109,3 @@ def test_a_job_that_is_queued_again_starts_again_until_it_is_cancelled(
     cluster.call("scancel", number)
     assert cluster.wait(number, JobState="CANCELLED")["Restarts"] == "1"
     assert log.read_text().count("slurm: queued again") == 1
-
-
-def test_a_job_ends_with_the_reason_why_a_server_did_not_start(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job(nodes=2, target_nodes=1, gpus_per_node=0, sbatch=["--cpus-per-task=1"])
-    text = "#!/usr/bin/env python3\nraise SystemExit('no memory for the key-value cache')\n"
-    number, log = start(cluster, tmp_path, job, "scripts/serve_target", text, monkeypatch)
-    cluster.wait(number, JobState="FAILED")
-    assert f"the end of {tmp_path}/servers-{number}.log:" in log.read_text()
-    assert "no memory for the key-value cache" in log.read_text()

@@ -28,9 +28,9 @@ from train.plan.memory import USABLE_FRACTION
 from train.plan.placement import Cluster, place_servers
 from train.plan.plan import Plan, check_gpu_memory, make_plan
 from train.plan.sizes import RunSizes, planned_config
-from train.plan.table import format_plan, hours_lines
+from train.plan.table import format_plan
 from train.plan.where import where_target_runs
-from train.plan.work import Hours, data_summary
+from train.plan.work import data_summary
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes" / "recipe").glob("*.yaml"))
 NAMED = [name for name in RECIPES if name not in ("adapt", "any_target")]
@@ -250,12 +250,6 @@ APART = "vllm.servers=[http://node9:8000]"  # the target has GPUs that the plan 
 ONE_GPU = ("plan.num_nodes=1", "plan.gpus_per_node=1", "plan.gpu_memory_gb=24")
 
 
-def test_thinking_is_decided_and_said() -> None:
-    assert any(
-        "enable_thinking=False (data.template_kwargs)" in note for note in planned("qwen3_30b_a3b").notes
-    )
-
-
 def test_one_gpu_of_24_gb_has_a_form_that_the_refusal_names() -> None:
     for recipe in ("qwen3_4b", "qwen3_8b"):
         refused = planned(recipe, *ONE_GPU).first.refusal
@@ -372,27 +366,6 @@ def test_writing_completions_takes_the_time_of_its_steps_on_one_node() -> None:
     assert one.first.hours.regenerate == two.first.hours.regenerate == pytest.approx(seconds / 8 / 3600)
 
 
-def test_vllm_writes_as_many_completions_at_a_time_as_have_room() -> None:
-    in_vllm = planned("qwen3_8b", "plan.num_nodes=1")
-    written, hours, server = in_vllm.work.completions, in_vllm.first.hours, in_vllm.first.server
-    assert written is not None
-    assert hours is not None
-    assert server is not None
-    keys_and_values = 36 * 2 * 8 * 128 * 2 * 1200 * (1 - 0.7 / 2)
-    at_once = int((0.9 * 80e9 - server.total(0)) / keys_and_values)
-    assert 256 < at_once < 1024
-    assert (written.steps, written.overhead_seconds) == (-(-written.tokens // at_once), 0)
-    assert written.read_bytes == pytest.approx(written.steps * 16.4e9 + written.tokens * keys_and_values)
-    seconds = written.prefill_flops / 250e12 + written.read_bytes / 2e12
-    assert hours.regenerate == pytest.approx(seconds / 8 / 3600)
-
-
-def test_a_number_of_tokens_is_called_a_bound_only_where_it_is_one() -> None:
-    assert planned("qwen3_0_6b").work.tokens_from == "by plan.document_tokens: 20,000 samples of 700 tokens"
-    bounded = planned("qwen3_0_6b", "plan.document_tokens=null", "data.max_tokens=1000").work
-    assert bounded.tokens_from == "at most: 20,000 samples of 1,000 tokens"
-
-
 def test_the_plan_stage_alone_writes_only_the_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -418,11 +391,6 @@ def test_tokens_are_those_of_the_newest_data_with_the_same_settings(tmp_path: Pa
     work = planned("kimi_k2_6", f"output_dir={tmp_path}").work
     assert (work.tokens, work.tokens_from) == (81_920_000, "measured")
     assert work.steps == 2 * 81_920_000 // (16 * 8192)
-
-
-def test_thousands_of_hours_are_printed_plainly() -> None:
-    [(_, line), *_] = hours_lines(Hours(None, 4.567, 1149.6, 1154.2, "at a speed", None))
-    assert line == "1,154 in all: training 1,150, capture 4.57 (at a speed)"
 
 
 def test_hours_come_from_a_speed_that_was_measured_with_another_number_of_processes(tmp_path: Path) -> None:

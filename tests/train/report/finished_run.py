@@ -8,84 +8,57 @@ from eagle31.decoding.acceptance import AcceptanceStats
 from train.evaluation.replay import PromptAcceptance
 
 
-def train_metrics(
-    num_steps: int = 400, every: int = 2, num_depths: int = 7, seed: int = 0
-) -> list[dict[str, Any]]:
-    noise = random.Random(seed)
+def train_metrics(num_steps: int = 400, every: int = 2) -> list[dict[str, Any]]:
     records = []
     for step in range(every, num_steps + 1, every):
         learned = 1 - math.exp(-3.5 * step / num_steps)
-        depths = []
-        for depth in range(num_depths):
-            jitter = noise.gauss(0, 0.02)
-            skill = learned * 0.93 ** (depth + 1) + jitter
-            depths.append(
-                {
-                    "loss": 7.6 - 5.4 * skill + 0.2 * depth,
-                    "agreement": min(max(0.68 * skill, 0), 1),
-                    "expected_acceptance": min(max(0.6 * skill + 0.02, 0), 1),
-                    "state_norm": 16.0,
-                    "num_rows": 3000 - 90 * depth,
-                }
-            )
-        records.append(
+        depths = [
             {
-                "kind": "train",
-                "step": step,
-                "loss": sum(0.8**i * d["loss"] for i, d in enumerate(depths)),
-                "learning_rate": 1e-3 * (1 - step / num_steps),
-                "grad_norm": 0.4,
-                "tokens_per_second": 5210.0,
-                "supervised_positions": 3000 * step,
-                "seconds": 0.4 * step,
-                "depth": depths,
+                "loss": 7.6 - 5.4 * learned * 0.93**depth + 0.2 * depth,
+                "agreement": 0.68 * learned * 0.93**depth,
+                "expected_acceptance": 0.6 * learned * 0.93**depth,
+                "state_norm": 16.0,
+                "num_rows": 3000 - 90 * depth,
             }
-        )
+            for depth in range(7)
+        ]
+        record = {
+            "kind": "train",
+            "step": step,
+            "loss": sum(0.8**i * d["loss"] for i, d in enumerate(depths)),
+        }
+        record |= {
+            "learning_rate": 1e-3 * (1 - step / num_steps),
+            "grad_norm": 0.4,
+            "tokens_per_second": 5210.0,
+        }
+        records.append(record | {"supervised_positions": 3000 * step, "seconds": 0.4 * step, "depth": depths})
     return records
 
 
-def validation_metrics(step: int, num_steps: int = 400, max_k: int = 4) -> dict[str, Any]:
-    conditional = [0.66 * (1 - math.exp(-3.5 * step / num_steps)) * 0.97**i for i in range(max_k)]
-    absolute = [math.prod(conditional[: i + 1]) for i in range(max_k)]
+def validation_metrics(step: int) -> dict[str, Any]:
+    rate = 0.66 * (1 - math.exp(-3.5 * step / 400))
     return {
         "kind": "validation",
         "step": step,
-        "acceptance_length": {str(k): 1 + sum(absolute[:k]) for k in range(1, max_k + 1)},
+        "acceptance_length": {str(k): sum(rate**i for i in range(k + 1)) for k in range(1, 5)},
         "num_drafts": 1200,
-        "conditional_acceptance": conditional,
+        "conditional_acceptance": [rate] * 4,
     }
 
 
-def drift_metrics(step: int, num_steps: int = 400, num_depths: int = 8, num_heads: int = 4) -> dict[str, Any]:
+def drift_metrics(step: int) -> dict[str, Any]:
     """A record of a drafter whose attention moves to its own tokens and whose state grows."""
     depth = []
-    for index in range(num_depths):
-        own = [0.09 * index * (1 + head / num_heads) / 2 for head in range(num_heads)]
-        sink = [0.6 * (1 - one) for one in own]
-        means = {"sink": sum(sink) / num_heads, "own": sum(own) / num_heads}
-        layer = means | {"context": 1 - means["sink"] - means["own"], "heads": {"sink": sink, "own": own}}
-        reached = 40 // 2**index
-        depth.append(
-            {
-                "layers": [layer],
-                "state_rms": 1.5**index * (1 + step / num_steps),
-                "num_reached": reached,
-                "conditional_acceptance": 0.5 if reached else None,
-            }
-        )
-    captured = [
-        {"aux_layer_id": layer, "rms": rms, "share": share}
-        for layer, rms, share in ((2, 0.31, 0.2), (3, 1.7, 0.3), (5, 6.25, 0.5))
-    ]
-    return {
-        "kind": "drift",
-        "step": step,
-        "num_positions": 64,
-        "fused_rms": 0.87,
-        "captured": captured,
-        "depth": depth,
-        "seconds": 0.05,
-    }
+    for index in range(8):
+        own, reached = 0.09 * index, 40 // 2**index
+        heads = {"sink": [0.6 * (1 - own)] * 4, "own": [own] * 4}
+        layer = {"sink": 0.6 * (1 - own), "own": own, "context": 0.4 * (1 - own), "heads": heads}
+        state = {"state_rms": 1.5**index * (1 + step / 400), "num_reached": reached}
+        depth.append({"layers": [layer], "conditional_acceptance": 0.5 if reached else None} | state)
+    captured = [{"aux_layer_id": layer, "rms": rms, "share": 1 / 2} for layer, rms in ((2, 0.31), (5, 6.25))]
+    known = {"kind": "drift", "step": step, "num_positions": 64, "fused_rms": 0.87, "seconds": 0.05}
+    return known | {"captured": captured, "depth": depth}
 
 
 def finished_metrics() -> list[dict[str, Any]]:

@@ -4,9 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from eagle31.json_files import read_json, write_json, write_jsonl
@@ -16,9 +14,7 @@ from tests.train.report.finished_run import (
     finished_metrics,
     run_info,
     serving,
-    train_metrics,
 )
-from train.report.plots import run_panels
 from train.report.report import write_page, write_report
 from train.report.results import format_results
 
@@ -105,17 +101,6 @@ def test_what_decoding_contradicts_is_a_warning(tmp_path: Path, part: str) -> No
     assert "5 of 8 identical, 1 near-tie, 2 different" in table
     assert f"Decoded by {measured['engine']}; replayed from {measured['states']}." in table
     assert "drafter is untrained" in format_results({}, run_info() | {"best_step": 0})
-
-
-def test_curves_show_what_was_logged_as_means_of_neighbours() -> None:
-    records = train_metrics(num_steps=1001, every=1, num_depths=3)
-    axes = Figure().subplots()
-    run_panels(records, {})["loss"].draw(axes)
-    assert len(axes.lines) == 3
-    y = np.asarray(axes.lines[2].get_ydata())
-    assert len(y) <= 80
-    assert y[0] == pytest.approx(np.mean([r["depth"][2]["loss"] for r in records[:13]]))
-    assert y[-1] == pytest.approx(np.mean([r["depth"][2]["loss"] for r in records[13 * (len(y) - 1) :]]))
 
 
 @pytest.mark.usefixtures("undrawn")
