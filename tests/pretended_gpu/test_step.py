@@ -17,8 +17,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
 # attention, dtype, pruned, layers, window, metrics, rows of a chunk
 CASES = [
     ("gqa", BF16, True, 1, 7, False, None),
-    ("gqa", FP32, True, 2, None, True, 11),
-    ("mla", BF16, False, 1, None, False, 5),
+    ("gqa", FP32, True, 2, None, True, 40),
+    ("mla", BF16, False, 1, None, False, 30),
 ]
 
 

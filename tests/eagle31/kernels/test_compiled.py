@@ -1,7 +1,7 @@
 """The kernels for GPUs, compiled without one as training launches them: they compile, and no register spills.
 
-What is compiled are the launches of steps on the pretended GPU, with the shapes of the drafters of SOME recipes;
-with --full of all.
+What is compiled are the launches of steps on the pretended GPU, with the shapes of the drafters of SOME
+recipes; with --full of all.
 """
 
 import pkgutil

@@ -285,7 +285,7 @@ def test_a_target_that_does_not_fit_is_refused() -> None:
         check_gpu_memory(config, Cluster(1, 8, 8, int(141e9)), [Stage.capture, Stage.train])
 
 
-OTHERS = ["data.max_samples=1000", "drafter.aux_layer_ids=[2,18,34]", "data.max_tokens=2048"]
+OTHERS = ["data.max_samples=1000", "drafter.aux_layer_ids=[2,18,34]"]
 
 
 @pytest.mark.parametrize("finished", [True, False])
