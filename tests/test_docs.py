@@ -51,7 +51,7 @@ def code(page: Path) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_name_what_exists(page: Path) -> None:
     text = code(page)
-    for name in re.findall(r"(?<![\w/])(scripts/[\w/]+\w)", text):
+    for name in re.findall(r"(?<![\w/])(scripts/[\w/]+\w(?:\.py)?)", text):
         assert (ROOT / name).exists(), name
     for name in re.findall(r"(?<![\w/])((?:train|data|eagle31|tests)/[\w/]+\.py)", text):
         assert (ROOT / name).is_file(), name

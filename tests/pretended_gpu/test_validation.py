@@ -20,7 +20,7 @@ from tests.pretended_gpu.steps import drafter_on_gpu
 # The hidden states of a row are larger than what is kept of it.
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "target_hidden_size": 512}
 LATENT = MLA | {"attention": MlaShape(10, 8, 24, 8, 16), "head_dim": 32}
-CASES = [{"head_dim": 8}, LATENT, {"head_dim": 8, "num_hidden_layers": 2}]
+CASES = [LATENT, {"head_dim": 8, "num_hidden_layers": 2}]
 CHUNK_ROWS, NUM_STEPS = 32, 4
 
 
@@ -46,7 +46,7 @@ def test_drift_takes_no_more_of_a_longer_row_than_its_keys(monkeypatch: pytest.M
     monkeypatch.setattr(reference, "CHUNK_ROWS", CHUNK_ROWS)
     config = tiny_config(**SHAPE, head_dim=8)
     peaks = []
-    for num_tokens in (400, 800):
+    for num_tokens in (200, 400):
         chosen = choose_rows(written(num_tokens), NUM_STEPS, max_positions=8)
         assert chosen is not None
         with PretendedGpu():
@@ -56,4 +56,4 @@ def test_drift_takes_no_more_of_a_longer_row_than_its_keys(monkeypatch: pytest.M
         peaks.append(live.peak)
     # A row's state, keys and values, token, document and position; of 8 queries the scores of 4 heads.
     of_token = 2 * (config.hidden_size + 2 * 2 * 8) + 5 * 8 + 4 * 8 * 4 * 4
-    assert peaks[1] - peaks[0] <= 400 * of_token
+    assert peaks[1] - peaks[0] <= 200 * of_token

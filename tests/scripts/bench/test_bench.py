@@ -24,6 +24,7 @@ def run(name: str, *arguments: str, cwd: Path) -> str:
     return done.out
 
 
+@pytest.mark.full("it starts a process for each side")
 def test_step_times_both_of_our_sides(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

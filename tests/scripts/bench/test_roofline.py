@@ -1,6 +1,5 @@
 """The roofline's FLOPs, bytes and parts are those of the operations that a step runs."""
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from scripts.bench import recorder as recorded
 from scripts.bench.gpu_rates import gpu_rates
 from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu
 from scripts.bench.recorder import ATTENTION, HEAD, MERGE, MLPS, OPTIMIZER, PROJECTIONS, Operation, Recorder
-from scripts.bench.roofline import Prediction, predict, predicted_seconds
+from scripts.bench.roofline import predict, predicted_seconds
 from tests.gpu.test_step import SMALL
 from train.config.compose import composed
 from train.plan.sizes import RunSizes
@@ -18,21 +17,16 @@ from train.plan.sizes import RunSizes
 aten = torch.ops.aten
 
 
-def small_sizes(recipe: str, *overrides: str) -> RunSizes:
+def small_sizes(recipe: str) -> RunSizes:
     lengths = ("train.row_tokens=320", "data.max_tokens=320", "plan.document_tokens=120", "train.ttt_steps=2")
     lengths += ("drafter.draft_vocab_size=2048",)
     small = [f"target.architecture.{name}={value}" for name, value in SMALL[recipe].items()]
-    return RunSizes(composed([f"recipe={recipe}", *lengths, *small, *overrides]))
-
-
-@cache
-def predicted(recipe: str, chunk: str = "null") -> Prediction:
-    return predict(small_sizes(recipe, f"train.rollout_chunk={chunk}"))
+    return RunSizes(composed([f"recipe={recipe}", *lengths, *small]))
 
 
 @pytest.mark.parametrize("recipe", SMALL)
 def test_a_steps_flops_are_those_of_the_formula(recipe: str) -> None:
-    found = predicted(recipe)
+    found = predict(small_sizes(recipe))
     step = [one for one in found.operations if one.part != OPTIMIZER]
     # Attention's backward pass computes the scores again, and its values are as wide as its keys.
     products = sum(one.flops for one in step if one.part != ATTENTION)
@@ -44,13 +38,6 @@ def test_a_steps_flops_are_those_of_the_formula(recipe: str) -> None:
     by_part = {part: sum(one.flops for one in step if one.part == part) for part in parts}
     assert min(by_part[part] for part in (PROJECTIONS, MLPS, HEAD, ATTENTION)) > 0
     assert by_part[MERGE] == 0
-
-
-def test_a_row_in_chunks_has_the_same_products() -> None:
-    whole, chunks = (predicted("llama3_1_8b", size).operations for size in ("null", "120"))
-    of_mlp = [sum(one.flops for one in found if one.part == MLPS) for found in (whole, chunks)]
-    assert of_mlp[0] == of_mlp[1]
-    assert any(one.host_bytes for one in chunks)
 
 
 def recorded_operations(action: Any) -> list[Operation]:
