@@ -4,8 +4,8 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
-# By decreasing time, except that those that need vLLM come after others: its environment takes two minutes where
-# it is missing.
+# By decreasing time, but first some that do not need vLLM, whose environment takes two minutes where it is
+# missing.
 SLOW = (
     "tests/train/trainer/test_parallel.py",
     "tests/train/trainer/test_stopping.py",
