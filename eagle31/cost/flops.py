@@ -14,7 +14,7 @@ from torch import Tensor
 from eagle31.kernels.query_run import context_window, document_starts
 from eagle31.model.config import DrafterConfig
 from eagle31.model.shapes import MlaShape, NormedGqaShape
-from eagle31.training.batch import PackedBatch, sampled, supervised_drafts
+from eagle31.training.batch import PackedBatch, sampled, step_rows, supervised_drafts
 from eagle31.training.schedule import DraftCosts, needed_key_rows, teacher_rows
 
 
@@ -67,16 +67,16 @@ def count_step(
     """
     supervised = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
     supervised, _ = sampled(supervised, max_drafts)
-    rows = [torch.nonzero(column).squeeze(1) for column in supervised.unbind(1)]
+    rows = step_rows(supervised)
     depth = torch.arange(len(batch.input_ids)) - document_starts(batch.document_ids) + 1
     pairs = 0
-    for step, step_rows in enumerate(rows):
+    for step, of_step in enumerate(rows):
         context = context_window(config.sliding_window, step)
-        read = depth[step_rows]
+        read = depth[of_step]
         pairs += int((read if context is None else read.clamp(max=context)).sum())
     return StepCounts(
         keys=len(needed_key_rows(rows[0], batch.document_ids, config.key_reach)),
-        rows=tuple(len(step_rows) for step_rows in rows),
+        rows=tuple(map(len, rows)),
         causal_pairs=pairs,
         teachers=len(teacher_rows(rows)),
     )

@@ -107,7 +107,7 @@ def sampled(supervised: Tensor, most: int | None, draw: int = 0) -> tuple[Tensor
         most: None keeps all.
         draw: a random integer, much larger than T.
     """
-    rows = supervised_positions(supervised)
+    rows = step_rows(supervised)[0]
     if most is None or len(rows) <= most:
         return supervised, 1.0
     num_runs = min(max(1, most // _RUN), _MOST_RUNS)
@@ -120,6 +120,6 @@ def sampled(supervised: Tensor, most: int | None, draw: int = 0) -> tuple[Tensor
     return found, len(rows) / len(kept)
 
 
-def supervised_positions(supervised: Tensor) -> Tensor:
-    """Return the rows whose first step is supervised, the only ones to roll out. bool [T, K] -> int64 [R]."""
-    return torch.nonzero(supervised[:, 0]).squeeze(1)
+def step_rows(supervised: Tensor) -> list[Tensor]:
+    """Return the rows that each step rolls out, int64 [R_k]. bool [T, K] -> K tensors."""
+    return [torch.nonzero(column).squeeze(1) for column in supervised.unbind(1)]

@@ -15,7 +15,7 @@ from eagle31.kernels.query_run import document_starts, query_runs
 from eagle31.kernels.transfer import to_device
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.training.batch import PackedBatch, supervised_drafts, supervised_positions
+from eagle31.training.batch import PackedBatch, step_rows, supervised_drafts
 from eagle31.training.rollout import CHUNK_ROWS, prefill_in_parts
 from eagle31.training.step import DepthSums
 from eagle31.training.teacher import Teacher, full_teacher
@@ -80,7 +80,7 @@ def reference_loss(
 ) -> tuple[Tensor, DepthSums]:
     """Return the same results as `eagle31.training.step.rollout_loss`."""
     supervised = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
-    rows = supervised_positions(supervised)
+    rows = step_rows(supervised)[0]
     lm_head = frozen.lm_head or drafter.lm_head
     total = torch.zeros((), device=rows.device)
     sums = []

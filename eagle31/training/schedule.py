@@ -24,6 +24,7 @@ from torch import Tensor
 
 from eagle31.kernels.query_run import QueryRun, document_starts, query_runs, segment_starts
 from eagle31.kernels.transfer import to_device
+from eagle31.training.batch import step_rows
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def schedule_rollout(
         weight: of the loss.
         share: what this rank computes of the row; None for all.
     """
-    rows = [torch.nonzero(column).squeeze(1) for column in supervised.unbind(1)]
+    rows = step_rows(supervised)
     key_rows = needed_key_rows(rows[0], document_ids, key_reach)
     share = share or RowShare(slice(0, len(key_rows)), slice(0, len(rows[0])))
     starts = segment_starts(key_rows, document_ids)
@@ -144,7 +145,7 @@ def row_shares(
     Args:
         supervised, document_ids, key_reach: those of `schedule_rollout`.
     """
-    rows = torch.nonzero(supervised[:, 0]).squeeze(1)
+    rows = step_rows(supervised)[0]
     num_keys = len(needed_key_rows(rows, document_ids, key_reach))
     read = rows - document_starts(document_ids)[rows] + 1
     if costs.window is not None:
@@ -168,7 +169,7 @@ def needed_states(
     supervised: Tensor, document_ids: Tensor, key_reach: int | None, share: RowShare
 ) -> tuple[Tensor, Tensor]:
     """Return the rows of the aux and of the final hidden states that a share reads, int64, ascending."""
-    rows = [torch.nonzero(column).squeeze(1) for column in supervised.unbind(1)]
+    rows = step_rows(supervised)
     key_rows = needed_key_rows(rows[0], document_ids, key_reach)
     return key_rows[share.key_part], teacher_rows(_between(rows, rows[0][share.drafts]))
 
@@ -181,7 +182,7 @@ def _between(rows: Sequence[Tensor], piece: Tensor) -> list[Tensor]:
 
 def teacher_rows(rows: Sequence[Tensor]) -> Tensor:
     """Return the indices of the teachers of each step's rows, int64 [J], ascending."""
-    return torch.cat([step_rows + 1 + step for step, step_rows in enumerate(rows)]).unique()
+    return torch.cat([of_step + 1 + step for step, of_step in enumerate(rows)]).unique()
 
 
 def _schedule_chunk(
@@ -190,14 +191,14 @@ def _schedule_chunk(
     """Schedule the rollout of `rows`, int64 [R_k] for each step, among the keys that all chunks read."""
     teachers = teacher_rows(rows)
     steps = []
-    for step, step_rows in enumerate(rows):
-        teacher_index = torch.searchsorted(teachers, step_rows + 1 + step)
+    for step, of_step in enumerate(rows):
+        teacher_index = torch.searchsorted(teachers, of_step + 1 + step)
         steps.append(
             StepSchedule(
-                rows=step_rows,
-                previous_index=_index_within(step_rows, rows[max(step - 1, 0)]),
-                first_index=_index_within(step_rows, rows[0]),
-                runs=query_runs(torch.searchsorted(key_rows, step_rows), starts),
+                rows=of_step,
+                previous_index=_index_within(of_step, rows[max(step - 1, 0)]),
+                first_index=_index_within(of_step, rows[0]),
+                runs=query_runs(torch.searchsorted(key_rows, of_step), starts),
                 teacher_index=teacher_index,
                 teacher_index_host=teacher_index,
             )
