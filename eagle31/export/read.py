@@ -72,11 +72,9 @@ def load_export(
         lm_head = target.lm_head if target is not None and not config.pruned else None
         tensors["lm_head.weight"] = _target_rows(lm_head, "lm_head.weight", config)
     try:
-        with torch.device("meta"):  # before memory is allocated for the sizes that config.json states
-            shapes = Drafter(config)
-        shapes.load_state_dict(tensors, assign=True)
-        drafter = Drafter(config)
-        drafter.load_state_dict(tensors)
+        with torch.device("meta"):  # no memory is allocated for the sizes that config.json states
+            drafter = Drafter(config)
+        drafter.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise UserError("export", directory, f"Its tensors do not match its config.json: {reason}") from error
@@ -166,4 +164,4 @@ def _target_rows(rows: Tensor | None, name: str, config: DrafterConfig) -> Tenso
             "the target's head only where the draft vocabulary is the full one."
         )
         raise UserError(name, None, remedy)
-    return rows
+    return rows.detach()  # the drafter's cast is not to reach the target's parameter

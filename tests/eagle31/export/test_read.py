@@ -87,7 +87,9 @@ def test_what_a_checkpoint_leaves_to_its_target(tmp_path: Path) -> None:
     tensors = load_file(path)
     embed_tokens, lm_head = tensors.pop("embed_tokens.weight"), tensors.pop("lm_head.weight")
     save_file(tensors, path)
-    loaded = load_export(tmp_path / "e", CPU, target=TargetDefaults(6, embed_tokens, lm_head))
+    head = torch.nn.Parameter(lm_head.double())
+    loaded = load_export(tmp_path / "e", CPU, target=TargetDefaults(6, embed_tokens, head))
+    assert head.dtype is torch.float64  # it is still the target's
     assert torch.equal(loaded.embed_tokens, embed_tokens)
     assert torch.equal(loaded.drafter.lm_head.weight, lm_head)
     with pytest.raises(UserError, match=r"embed_tokens\.weight"):
