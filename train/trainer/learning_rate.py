@@ -33,7 +33,7 @@ def rule_matrix_lr(drafter: DrafterConfig) -> float:
     It does not depend on the width, because an update is scaled to a spectral norm that fits the widths.
 
     Sources: Keller Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024), and the
-    ablation in docs/training.md, for the value; Yang, Simon and Bernstein, A spectral condition for feature
+    ablation in docs/study.md, for the value; Yang, Simon and Bernstein, A spectral condition for feature
     learning (2023), for the width; see `rule_lr` for the depth.
     """
     return MATRIX_RATE / drafter.num_hidden_layers**0.5
