@@ -80,13 +80,6 @@ def port_in_use() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def free_port() -> int:
-    """Return a port of loopback on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @contextlib.contextmanager
 def answering(status: int, body: bytes = b"{}") -> Iterator[int]:
     """Yield the port of an HTTP server of somebody else, which has one answer to everything."""

@@ -12,8 +12,9 @@ import pytest
 from data.capture.vllm import client
 from data.embedded.target import EmbeddedTarget
 from tests.bad_input.commands import Case, CheckCase
-from tests.bad_input.faults import answering, free_port, port_in_use, small_disk
+from tests.bad_input.faults import answering, port_in_use, small_disk
 from tests.data.capture.vllm.servers import INFO
+from tests.processes import free_ports
 from tests.train.small_run import arguments
 from train.engines import probe
 
@@ -58,7 +59,7 @@ MACHINES = [
             ("vllm: waiting for ", "No server answers", *NAMED, "scripts/serve_target"),
             absent=WORK,
         ),
-        lambda _: contextlib.nullcontext(free_port()),
+        lambda _: contextlib.nullcontext(free_ports(1)[0]),
     ),
     Machine(
         Case("server_with_another_key", SERVED, (*NAMED, "VLLM_API_KEY"), absent=WORK),

@@ -36,15 +36,6 @@ def test_a_log_has_a_line_after_5_seconds_then_every_30_and_one_at_the_end() -> 
     ]
 
 
-def test_units_of_an_earlier_run_count_and_say_nothing_of_the_rate() -> None:
-    clock, stream = Clock(), io.StringIO()
-    with Progress("capture", 100, "tokens", stream=stream, clock=clock) as bar:
-        bar.skip(40)
-        clock.now += 10
-        bar.update(10)
-    assert stream.getvalue().splitlines()[0] == "capture: 50/100 tokens (50%), 1 tokens/s, 50 s left"
-
-
 @pytest.mark.parametrize(
     ("seconds", "units", "shown"), [(0.1, 9, True), (60.0, 0, True), (60.0, 3, False)], ids=str
 )

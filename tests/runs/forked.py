@@ -9,13 +9,14 @@ import multiprocessing.connection
 import os
 import runpy
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+from tests.processes import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_SECONDS = 1100.0
@@ -89,7 +90,7 @@ def start(
         log: a file for what all processes print.
         torchrun: set the variables of a rank that torchrun starts.
     """
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
     processes = []
     for rank in range(num_processes):
         own = environment() | dict(variables or {})
@@ -155,9 +156,3 @@ def _run(script: str, arguments: list[str], variables: dict[str, str], log: Path
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(ROOT / Path(script).parent))
     runpy.run_path(str(ROOT / script), run_name="__main__")
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

@@ -5,10 +5,10 @@ It has fewer held-out prompts than ranks.
 
 import shutil
 import signal
-import time
 from pathlib import Path
 
 from data.embedded.target import EmbeddedTarget
+from tests.processes import wait_for
 from tests.runs.forked import Ranks, start
 from tests.runs.outcome import leftovers, outcome_of
 from tests.train.conftest import small_target  # noqa: F401
@@ -43,9 +43,7 @@ def test_a_killed_run_ends_as_one_that_nobody_killed(
     ranks = begin(undisturbed)
     assert ranks.wait() == 0, ranks.printed()
     ranks = begin(killed)
-    while not list(killed.glob("artifacts/capture-*/train/shard-*")):
-        assert all(one.is_alive() for one in ranks.processes), ranks.printed()
-        time.sleep(0.01)
+    wait_for(lambda: list(killed.glob("artifacts/capture-*/train/shard-*")), 0.01, ranks.printed)
     ranks.kill()
     assert begin(killed, KILLED_RANK="1", KILLED_AT="5").wait() == -signal.SIGKILL
     assert saved_steps(killed)[0] == "step-00000002"

@@ -1,11 +1,11 @@
 """The small run of most tests here: its settings and its results."""
 
-import time
 from pathlib import Path
 
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json, read_jsonl
-from tests.runs.forked import RUN_SECONDS
+from tests.processes import wait_for
+from tests.runs.forked import Ranks
 
 MAIN = "train/main.py"
 RECIPE = "any_target"
@@ -38,17 +38,15 @@ def arguments(target: EmbeddedTarget, output_dir: Path) -> list[str]:
     ]
 
 
-def wait_for_step(directory: Path, step: int) -> None:
-    """Wait until metrics.jsonl has a record of the step."""
-    deadline = time.monotonic() + RUN_SECONDS
-    while time.monotonic() < deadline:
-        if any(
-            f'"step": {step},' in path.read_text()
-            for path in directory.glob("artifacts/train-*/metrics.jsonl")
-        ):
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} was never reached")
+def wait_for_step(directory: Path, step: int, ranks: Ranks | None = None) -> None:
+    """Wait until metrics.jsonl has a record of the step; fail with what the ranks print once none is left."""
+
+    def reached() -> bool:
+        assert ranks is None or any(one.is_alive() for one in ranks.processes), ranks.printed()
+        paths = directory.glob("artifacts/train-*/metrics.jsonl")
+        return any(f'"step": {step},' in path.read_text() for path in paths)
+
+    wait_for(reached, pause=0.02, explain=lambda: f"step {step} was never reached")
 
 
 def metrics_of(directory: Path) -> list[dict]:

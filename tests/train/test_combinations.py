@@ -35,7 +35,7 @@ def test_online_capture_a_kill_regeneration_frozen_head_and_another_width(
     command = [MAIN, f"recipe={RECIPE}", *arguments(small_target, directory), *settings]
     # Until then the two processes share each row.
     ranks = start(*command, "train.row_ranks=2", log=tmp_path / "log", num_processes=2)
-    wait_for_step(directory, 5)
+    wait_for_step(directory, 5, ranks)
     ranks.kill()
     before = [record for record in metrics_of(directory) if record["kind"] == "train"]
     printed = torchrun(*command, num_processes=2)

@@ -18,7 +18,7 @@ from data.conversations.schemas import Conversation
 from data.generation.answers import AnswerGenerator
 from data.generation.dialogue import OVERLONG
 from data.generation.hf import TransformersGenerator
-from data.generation.regenerate import SHORT, regenerate
+from data.generation.regenerate import regenerate
 from data.sampling import Sampling
 from eagle31.errors import UserError
 from tests.data.conversations.chat_templates import CHATML, STRICT, byte_level_tokenizer
@@ -146,33 +146,21 @@ def messages(*texts: str) -> list[dict[str, str]]:
     return found
 
 
-SHAREGPT = [{"from": "human", "value": "one"}, {"from": "human", "value": "two"}]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "columns", "asked"),
     [
-        ("a.jsonl", jsonl({"messages": messages("one")}), {}, [["one"]]),
-        ("a.jsonl", jsonl({"messages": messages("one", "two", "six")}), {}, [["one", "two", "six"]]),
-        ("a.jsonl", jsonl({"messages": messages("one", "then two")}), {}, [["one", "then two"]]),
         (
             "a.jsonl",
             jsonl({"messages": messages("one", "two", "then three", "six")}),
             {},
             [["one", "two", "then three", "six"]],
         ),
-        ("a.jsonl", jsonl({"conversations": SHAREGPT}), {}, [["one", "two"]]),
         (
             "a.json",
             json.dumps([{"turns": ["one", "two"]}, {"turns": ["six"]}]),
             {},
             [["one", "two"], ["six"]],
         ),
-        ("a.jsonl", jsonl({"prompt": ["one", "two"]}), {}, [["one", "two"]]),
-        ("a.jsonl", jsonl({"prompt": messages("one", "then two")}), {}, [["one", "then two"]]),
-        ("a.jsonl", jsonl({"prompt": "one"}, {"prompt": "two"}), {}, [["one"], ["two"]]),
-        ("a.csv", "instruction,input\nadd,one\nfour,\n", {}, [["add\n\none"], ["four"]]),
-        ("a.tsv", "question\tanswer\none\t\ntwo\tXXXX\n", {}, [["one"], ["two"]]),
         ("a.csv", "ask,answer\none,1\n", {"prompt_column": "ask"}, [["one"]]),
         ("a.txt", "one\n\n two\r\n", {}, [["one"], ["two"]]),
     ],
@@ -276,14 +264,6 @@ def test_prompts_without_room_are_a_user_error_with_the_limit_that_keeps_nine_te
     assert f"10 conversations end where {OVERLONG}" in capsys.readouterr().err
     with pytest.raises(UserError, match="no room"):
         num_kept(int(enough) - 1)
-
-
-def test_answers_of_one_token_are_counted(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for _ in range(2):  # the second run reads a finished block
-        regenerated(OneAtATime(lambda prompt: [1]), tokenizer, tmp_path, CONVERSATIONS[:1])
-        assert f"1 {SHORT}" in capsys.readouterr().err
 
 
 def test_a_few_conversations_that_the_template_refuses_are_left_out_and_reported(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 from pathlib import Path
 
-from data.store.index import claim, write_manifest
-from data.store.manage import Contents, damage
-from data.store.shards import FinishedShards
+from data.store.index import claim
+from data.store.manage import damage
 from tests.data.store.samples import (
     append_all,
     flip_last_byte,
@@ -36,13 +35,3 @@ def test_every_kind_of_damage_is_named(tmp_path: Path) -> None:
     assert "gone" in list(damage(tmp_path))[1].remedy
     (tmp_path / "manifest.json").unlink()
     assert len(list(damage(tmp_path))) == 1  # unfinished: of the shards that are there
-
-
-def test_contents_of_an_unfinished_store(tmp_path: Path) -> None:
-    directory = part(tmp_path / "one", [4, 2])
-    contents = Contents.read(directory)
-    assert not contents.finished
-    assert contents.missing == [0, 1, 3, 5, 6]
-    append_all(directory, contents.missing)
-    write_manifest(FinishedShards(directory), contents.settings)
-    assert Contents.read(directory).finished

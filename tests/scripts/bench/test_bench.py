@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.embedded.target import EmbeddedTarget
 from scripts.bench import step_inputs
 from scripts.bench.peers import PEERS
 from tests.data.conversations.jsonl_files import write_jsonl
@@ -42,19 +41,6 @@ def test_step_times_both_of_our_sides(
     assert heads == ["trained", "frozen"]
     assert trained[0] >= trained[1]
     assert all(float(row[4].replace(",", "")) > 0 for row in rows)
-
-
-def test_capture_is_compared_with_prefill(
-    small_target: EmbeddedTarget, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    capture = command("capture")
-    monkeypatch.setattr(capture, "SAMPLES", 8)
-    monkeypatch.setattr(capture, "ROUNDS", 1)
-    monkeypatch.setattr(sys, "argv", ["capture", str(small_target.model)])
-    capture.main()
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert [row[0] for row in rows] == ["prefill", "capture"]
-    assert all(float(row[1].replace(",", "")) > 0 for row in rows)
 
 
 def test_quality_says_when_each_side_has_what_the_better_peer_has_at_its_end() -> None:

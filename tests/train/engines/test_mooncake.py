@@ -6,7 +6,7 @@ import pytest
 
 from data.embedded.target import EmbeddedTarget
 from eagle31.errors import UserError
-from tests.data.capture.transport.mooncake_master import free_ports
+from tests.processes import free_ports
 from tests.train.small_run import RECIPE, arguments
 from tests.train.torchrun import run_here
 

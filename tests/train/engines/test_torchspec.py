@@ -67,7 +67,7 @@ def test_two_ranks_train_from_an_engine_that_is_killed_to_an_export_that_vllm_se
 ) -> None:
     directory = tmp_path / "run"
     ranks = begin(small_target, directory)
-    wait_for_step(directory, 1)
+    wait_for_step(directory, 1, ranks)
     [engine] = ray_processes(ranks, "HFEngine")
     engine.kill()
     assert ranks.wait() == 0, ranks.printed()
@@ -88,7 +88,7 @@ def test_a_killed_run_of_two_engines_resumes_and_leaves_no_process(
 ) -> None:
     directory = tmp_path / "run"
     ranks = begin(small_target, directory, "torchspec.num_engines=2")
-    wait_for_step(directory, 4)
+    wait_for_step(directory, 4, ranks)
     started = ray_processes(ranks, "")
     assert len(ray_processes(ranks, "HFEngine")) == 2
     ranks.kill()

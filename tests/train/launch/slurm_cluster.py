@@ -7,12 +7,11 @@ import getpass
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import psutil
 import pytest
 
 from data.capture.transport.mooncake_store import library_directory
+from tests.processes import free_ports, wait_for
 from tests.runs.forked import ROOT, environment
 from tests.train.launch.machines import Machines, running_machines
 
@@ -217,24 +217,7 @@ def daemon(command: Sequence[str], log: Path, cluster: Cluster) -> Iterator[None
         process.wait()
 
 
-def free_ports(number: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
 def nodes_idle(cluster: Cluster) -> int:
     command = cluster.at_controller("sinfo", "--noheader", "--Node", "--format=%T")
     done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True)
     return done.stdout.split().count("idle")
-
-
-def wait_for(
-    condition: Callable[[], bool], seconds: float = 1000, explain: Callable[[], str] = lambda: ""
-) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, explain()
-        time.sleep(0.3)

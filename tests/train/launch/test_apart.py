@@ -9,11 +9,11 @@ import psutil
 import pytest
 
 from data.capture.vllm.environment import KEY_VARIABLE, check_mooncake
-from tests.processes import environment_of
+from tests.processes import environment_of, wait_for
 from tests.recipes.stand_ins import assert_captured, save_stand_in, small_run
 from tests.runs.forked import ROOT
 from tests.runs.here import run_command
-from tests.train.launch.slurm_cluster import running_apart_cluster, wait_for
+from tests.train.launch.slurm_cluster import running_apart_cluster
 from tests.train.small_run import metrics_of
 
 RECIPE = "kimi_k2_6"

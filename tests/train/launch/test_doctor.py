@@ -12,7 +12,8 @@ import torch
 
 from data.embedded.target import EmbeddedTarget
 from eagle31.errors import UserError
-from tests.bad_input.faults import free_port, port_in_use, protected
+from tests.bad_input.faults import port_in_use, protected
+from tests.processes import free_ports
 from tests.runs.here import Outcome, run_command
 from tests.train.small_run import arguments
 from tests.train.torchrun import composed
@@ -67,7 +68,11 @@ def test_what_is_lacking_has_a_row_and_a_remedy(
     (tmp_path / "kept").mkdir()
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("WANDB_MODE", "banana")
-    served = (f"vllm.servers=[http://127.0.0.1:{free_port()}]", "capture=vllm_online", "capture.spool_gb=1e6")
+    served = (
+        f"vllm.servers=[http://127.0.0.1:{free_ports(1)[0]}]",
+        "capture=vllm_online",
+        "capture.spool_gb=1e6",
+    )
     elsewhere = ("data.train=none.jsonl", "--json")
     with protected(tmp_path / "kept"):
         outcome = examined(small_target, tmp_path, *served, *elsewhere)
@@ -216,4 +221,4 @@ def test_a_mooncake_master_that_other_machines_cannot_reach_is_refused() -> None
 def test_a_port_in_use_is_refused() -> None:
     with port_in_use() as port, pytest.raises(UserError, match=r"Nothing can listen on 127\.0\.0\.1"):
         check_port("--port", port)
-    check_port("--port", free_port())
+    check_port("--port", free_ports(1)[0])

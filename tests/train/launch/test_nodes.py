@@ -10,8 +10,9 @@ import psutil
 import pytest
 
 from data.embedded.target import EmbeddedTarget
+from tests.processes import wait_for
 from tests.runs.forked import ROOT
-from tests.train.launch.slurm_cluster import Cluster, running_cluster, wait_for
+from tests.train.launch.slurm_cluster import Cluster, running_cluster
 from tests.train.small_run import MAIN, RECIPE, STEPS, arguments, metrics_of, saved_steps, wait_for_step
 from train.launch import slurm
 from train.launch.slurm import Job, render

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from data.capture.transport.mooncake_store import REQUIREMENT, MooncakeSettings
+from tests.processes import free_ports
 
 ROOT = Path(__file__).resolve().parents[4]
 WORKER = Path(__file__).with_name("mooncake_worker.py")
@@ -73,14 +74,6 @@ def running_master(directory: Path) -> Iterator[Master]:
         yield master
     finally:
         master.kill()
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def listens(port: int) -> bool:

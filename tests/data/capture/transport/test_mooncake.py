@@ -11,11 +11,11 @@ from data.capture.transport.mooncake_store import MooncakeSettings
 from eagle31.errors import UserError
 from tests.data.capture.transport.mooncake_master import (
     Master,
-    free_ports,
     running_master,
     start_producer,
 )
 from tests.data.capture.transport.mooncake_worker import HIDDEN_SIZE, NUM_AUX_LAYERS, open_transport, sample
+from tests.processes import free_ports
 
 SEGMENT_BYTES = 16 << 20
 SHORT, LONG = 40, 8192  # tokens; a long sample takes 4 MiB

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,6 @@ from tests.data.capture.vllm.capturing import (
     CODEC,
     KEY,
     STALL_SECONDS,
-    START_SECONDS,
     capture_store,
     capture_until_preempted,
     counter,
@@ -67,7 +66,7 @@ from tests.data.capture.vllm.targets import (
     save_gqa,
     save_hybrid,
 )
-from tests.processes import EVERY_ADDRESS, command_of, listening
+from tests.processes import EVERY_ADDRESS, command_of, listening, wait_for
 from tests.runs.model_runner import model_runner
 from train.engines.probe import check_servers, probe_states
 
@@ -121,7 +120,7 @@ def server(vllm_python: Path, spec: TargetSpec, root: Path, master: Master) -> I
     ready = root / "server.json"
     processes = [run]
     try:
-        wait_for(lambda: ready.exists() or run.poll() is not None, START_SECONDS)
+        wait_for(lambda: ready.exists() or run.poll() is not None)
         server = Server(**read_json(ready))
         processes += run.children(recursive=True)
         assert KEY not in " ".join(str(process.cmdline()) for process in processes)
@@ -154,13 +153,6 @@ def is_alive(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def wait_for(condition: Callable[[], object], seconds: float = START_SECONDS, pause: float = 0.05) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(pause)
 
 
 def test_servers_that_are_set_up_differently_are_refused(

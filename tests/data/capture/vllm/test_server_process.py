@@ -2,8 +2,6 @@
 
 import socket
 import sys
-import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,14 +12,7 @@ import pytest
 from data.capture.vllm.server_process import ServerProcess
 from eagle31.errors import UserError
 from tests.data.capture.vllm.capturing import KEY, START_SECONDS
-
-
-def wait_for(condition: Callable[[], object], seconds: float = START_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
+from tests.processes import wait_for
 
 # It does what its argument says: ends, never listens, answers, and notes that it answered a greedy prompt, or
 # is busy with others until its third prompt.

@@ -1,8 +1,6 @@
 """Slices of samples on their way from vLLM's cache to a spool."""
 
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from data.capture.transport.spool import Spool
 from data.capture.vllm.capture_request import CaptureRequest
 from data.capture.vllm.plugin.cache_copy import CacheReader, HostCopy
 from data.capture.vllm.plugin.delivery import Deliveries
+from tests.processes import wait_for
 
 NUM_LAYERS, BLOCK_SIZE, HIDDEN_SIZE, NUM_BLOCKS = 3, 4, 8, 12
 NUM_TOKENS = 30
@@ -51,13 +50,6 @@ class Prompt:
 
 def _wait(event: threading.Event) -> None:
     assert event.wait(1000)
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 1000
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_slices_of_several_samples_arrive_in_order_and_hold_no_more_than_the_bound(tmp_path: Path) -> None:
