@@ -10,7 +10,7 @@ from eagle31.cost.flops import StepCounts, attention_projections
 from eagle31.kernels.tiled_attention import TILE
 from eagle31.model.config import DrafterConfig
 from eagle31.training.fused_loss import PRODUCT_ELEMENTS
-from eagle31.training.step import chunk_positions
+from eagle31.training.step import positions_at_once
 from eagle31.training.teacher_forced import logit_rows
 
 _WIDE = 4  # float32
@@ -28,18 +28,18 @@ class StepMemory:
     state_gradients: int  # gradients of the head's inputs, made by the loss
     head_gradient: int  # accumulated in float32, if the head is trained
     cast_gradient: int  # the same in the training dtype, which backward passes on; 0 if that is float32
-    loss_chunk: int  # logits, distributions; on the CPU a part of the head's gradient
+    loss_part: int  # logits, distributions; on the CPU some of the head's gradient
     backward: int  # the largest module's gradients, and those of the state between modules
 
     @property
     def total(self) -> int:
         """Return the peak of the step.
 
-        The chunk is released when the backward pass starts, and the sums in float32 once they are cast.
+        That part is released when the backward pass starts, and the sums in float32 once they are cast.
         """
         passed_on = self.cast_gradient or self.head_gradient
         largest = max(
-            self.head_gradient + self.loss_chunk,
+            self.head_gradient + self.loss_part,
             self.head_gradient + self.cast_gradient,
             passed_on + self.backward,
         )
@@ -62,7 +62,7 @@ def step_memory(
     Args:
         itemsize: bytes of the training dtype.
         rollout_chunk: rows that are rolled out at a time; None for all.
-        device: "cpu" or "cuda", which have different chunks of the loss.
+        device: "cpu" or "cuda", which have different parts of the loss.
         with_metrics: as on logging steps, which need the target's full vocabulary.
     """
     hidden, num_aux = config.hidden_size, len(config.aux_layer_ids)
@@ -99,7 +99,7 @@ def step_memory(
         state_gradients=rolled_out * hidden * itemsize,
         head_gradient=head * _WIDE if head_trained else 0,
         cast_gradient=head * itemsize if head_trained and narrow else 0,
-        loss_chunk=_loss_chunk(config, counts, itemsize, device, with_metrics) + product,
+        loss_part=_loss_part(config, counts, itemsize, device, with_metrics) + product,
         backward=step.backward(counts, device, in_chunks),
     )
 
@@ -239,11 +239,11 @@ class _Step:
         return rows * (max(mlp * self.itemsize, attention) + 2 * hidden * self.itemsize) + keys
 
 
-def _loss_chunk(
+def _loss_part(
     config: DrafterConfig, counts: StepCounts, itemsize: int, device: str, with_metrics: bool
 ) -> int:
     num_steps, draft, vocab = len(counts.rows), config.draft_vocab_size, config.vocab_size
-    positions = chunk_positions(device, vocab, draft, num_steps, with_metrics)
+    positions = positions_at_once(device, vocab, draft, num_steps, with_metrics)
     positions = min(positions, max(counts.teachers, 1))
     rows = positions * num_steps
     buffers = rows * (draft + config.hidden_size) * itemsize

@@ -1,11 +1,11 @@
 """The loss over all rows and steps in one pass over the teacher's positions.
 
 No step needs another step's logits, so the rollout runs first. The loss then takes the teacher's positions j
-in chunks, together with all pairs (t = j-1-k, k) that predict them. The teacher's distribution is computed
+in parts, together with all pairs (t = j-1-k, k) that predict them. The teacher's distribution is computed
 once per position, the pairs' logits in one matrix product, and the gradients in the same pass. Then the
-logits are dropped, so the peak memory is that of one chunk.
+logits are dropped, so the peak memory is that of one part.
 
-On a GPU the elementwise part of a chunk is one kernel, with the weights of the steps. On the CPU it runs in
+On a GPU what is elementwise in a part is one kernel, with the weights of the steps. On the CPU it runs in
 blocks of one step's rows, as many as fit the caches.
 
 Logits have the weight's dtype, as vLLM's have when it drafts; what is computed from them is float32 or
@@ -44,17 +44,17 @@ class _Loss:
     teacher: Callable[[slice], Teacher | TeacherLogits]
     schedule: ChunkSchedule
     step_weights: tuple[float, ...]
-    chunk_size: int  # teacher positions
+    part_size: int  # teacher positions
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class _Part:
     """The teacher positions `first`, `first + 1`, ..., and for each step the rows that predict them."""
 
     first: int
     num_positions: int
     rows: list[slice]
-    starts: Tensor  # int64 [K + 1], on the device: where each step's rows start in the chunk, and its size
+    starts: Tensor  # int64 [K + 1], on the device: where each step's rows start in the part, and its size
 
 
 class _OnePass(torch.autograd.Function):
@@ -103,8 +103,8 @@ def one_pass_loss(
         is the target's greedy token, sum of min(p, q), and the weighted loss. The third and fourth are zero
         where the teacher has no greedy token or no draft mass.
     """
-    chunk_size = max(1, logit_rows // len(step_weights))
-    return _OnePass.apply(_Loss(teacher, schedule, tuple(step_weights), chunk_size), weight, *states)
+    part_size = max(1, logit_rows // len(step_weights))
+    return _OnePass.apply(_Loss(teacher, schedule, tuple(step_weights), part_size), weight, *states)
 
 
 def _run(
@@ -116,60 +116,60 @@ def _run(
     grad_weight = torch.zeros_like(weight, dtype=wide) if for_weight else weight.new_empty(0)
     grad_states = [torch.empty_like(x) for x in states] if for_states else []
     weights = to_device([torch.tensor(loss.step_weights, dtype=torch.float64)], weight.device)[0]
-    # All chunks share one buffer: the page faults of a new one cost as much as the softmax.
-    num_positions = min(loss.chunk_size, len(loss.schedule.teacher_rows))
+    # All parts share one buffer: the page faults of a new one cost as much as the softmax.
+    num_positions = min(loss.part_size, len(loss.schedule.teacher_rows))
     buffer = weight.new_empty(num_positions * len(states), weight.shape[0])
-    for chunk in _chunks(loss.schedule, loss.chunk_size, weight.device):
-        rows = torch.cat([x[piece] for x, piece in zip(states, chunk.rows, strict=True)])
+    for part in _parts(loss.schedule, loss.part_size, weight.device):
+        rows = torch.cat([x[piece] for x, piece in zip(states, part.rows, strict=True)])
         logits = torch.mm(rows, weight.t(), out=buffer[: len(rows)])
-        weighted = _differentiate(loss, logits, chunk, weights, sums)
-        parts = rows.split([piece.stop - piece.start for piece in chunk.rows])
+        weighted = _differentiate(loss, logits, part, weights, sums)
+        of_steps = rows.split([piece.stop - piece.start for piece in part.rows])
         if for_weight:
             if not weighted:
-                torch._foreach_mul_(parts, loss.step_weights)
+                torch._foreach_mul_(of_steps, loss.step_weights)
             _add_product(grad_weight, logits.t(), rows)
         if for_states:
             torch.mm(logits, weight, out=rows)
             if not weighted:
-                torch._foreach_mul_(parts, loss.step_weights)
-            into = [grad[piece] for grad, piece in zip(grad_states, chunk.rows, strict=True)]
-            torch._foreach_copy_(into, parts)
+                torch._foreach_mul_(of_steps, loss.step_weights)
+            into = [grad[piece] for grad, piece in zip(grad_states, part.rows, strict=True)]
+            torch._foreach_copy_(into, of_steps)
     torch.mul(weights, sums[1], out=sums[4])
     return sums[4].sum().to(wide), sums, grad_weight, grad_states
 
 
-def _chunks(schedule: ChunkSchedule, chunk_size: int, device: torch.device) -> Iterator[_Chunk]:
+def _parts(schedule: ChunkSchedule, part_size: int, device: torch.device) -> Iterator[_Part]:
     num_positions = len(schedule.teacher_rows)
-    edges = torch.arange(0, num_positions + chunk_size, chunk_size)
+    edges = torch.arange(0, num_positions + part_size, part_size)
     bounds = torch.stack([torch.searchsorted(step.teacher_index_host, edges) for step in schedule.steps])
     starts = F.pad(bounds.diff(dim=1).cumsum(0), (0, 0, 1, 0)).t().contiguous()
     of_steps = bounds.tolist()
-    for number, of_chunk in enumerate(to_device(list(starts), device)):
-        first = number * chunk_size
+    for number, of_part in enumerate(to_device(list(starts), device)):
+        first = number * part_size
         rows = [slice(of_step[number], of_step[number + 1]) for of_step in of_steps]
-        yield _Chunk(first, min(chunk_size, num_positions - first), rows, of_chunk)
+        yield _Part(first, min(part_size, num_positions - first), rows, of_part)
 
 
-def _differentiate(loss: _Loss, logits: Tensor, chunk: _Chunk, weights: Tensor, sums: Tensor) -> bool:
-    """Turn the logits of a chunk into their gradients, and add to the sums.
+def _differentiate(loss: _Loss, logits: Tensor, part: _Part, weights: Tensor, sums: Tensor) -> bool:
+    """Turn the logits of a part into their gradients, and add to the sums.
 
     Returns:
         Whether the gradients have the steps' weights.
     """
-    teacher = loss.teacher(slice(chunk.first, chunk.first + chunk.num_positions))
+    teacher = loss.teacher(slice(part.first, part.first + part.num_positions))
     if isinstance(teacher, Teacher):
-        _differentiate_in_blocks(loss, logits, teacher, chunk, sums)
+        _differentiate_in_blocks(loss, logits, teacher, part, sums)
         return False
     from eagle31.kernels.loss import differentiate
 
-    steps = zip(loss.schedule.steps, chunk.rows, strict=True)
+    steps = zip(loss.schedule.steps, part.rows, strict=True)
     differentiate(
         logits,
         *teacher,
         teacher_index=torch.cat([step.teacher_index[piece] for step, piece in steps]),
-        first=chunk.first,
-        starts=chunk.starts,
-        longest=max(piece.stop - piece.start for piece in chunk.rows),
+        first=part.first,
+        starts=part.starts,
+        longest=max(piece.stop - piece.start for piece in part.rows),
         weights=weights,
         sums=sums,
     )
@@ -177,16 +177,16 @@ def _differentiate(loss: _Loss, logits: Tensor, chunk: _Chunk, weights: Tensor, 
 
 
 def _differentiate_in_blocks(
-    loss: _Loss, logits: Tensor, teacher: Teacher, chunk: _Chunk, sums: Tensor
+    loss: _Loss, logits: Tensor, teacher: Teacher, part: _Part, sums: Tensor
 ) -> None:
     block_rows = max(1, BLOCK_LOGITS // logits.shape[1])
     scratch = logits.new_empty(min(block_rows, len(logits)), logits.shape[1], dtype=teacher.probs.dtype)
-    of_steps = logits.split([piece.stop - piece.start for piece in chunk.rows])
-    for step, (piece, of_step) in enumerate(zip(chunk.rows, of_steps, strict=True)):
-        # Where a step has a row for every position of the chunk, slices save copies of the teacher.
+    of_steps = logits.split([piece.stop - piece.start for piece in part.rows])
+    for step, (piece, of_step) in enumerate(zip(part.rows, of_steps, strict=True)):
+        # Where a step has a row for every position of the part, slices save copies of the teacher.
         index = None
-        if len(of_step) < chunk.num_positions:
-            index = loss.schedule.steps[step].teacher_index[piece] - chunk.first
+        if len(of_step) < part.num_positions:
+            index = loss.schedule.steps[step].teacher_index[piece] - part.first
         for start in range(0, len(of_step), block_rows):
             stop = min(start + block_rows, len(of_step))
             block = of_step[start:stop]

@@ -19,9 +19,9 @@ from eagle31.training.teacher import teacher_of
 
 # Logits held at once, the teacher's and the drafter's together. On the CPU they are few enough that the
 # allocator reuses their pages.
-CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**29}
-MIN_POSITIONS = 32  # smaller chunks make inefficient matrix products
-# On a GPU. Each chunk reads and writes the head's gradient in float32. At an H100's peak rates that takes as
+LOGITS_AT_ONCE = {"cpu": 2**23, "cuda": 2**29}
+MIN_POSITIONS = 32  # smaller parts of the loss make inefficient matrix products
+# On a GPU. Each part reads and writes the head's gradient in float32. At an H100's peak rates that takes as
 # long as the product of 1,200 rows, whatever the vocabulary is.
 MIN_ROWS = 2**13
 
@@ -93,7 +93,7 @@ def rollout_loss(
         schedule: `schedule_batch` of the same batch and number of steps, if it exists already. With
             `chunk_rows` the captured states may be on the CPU, in any dtype.
         logit_rows: rows of draft logits held at once. None keeps them with their teacher's logits near
-            `CHUNK_LOGITS`, whatever the vocabularies are.
+            `LOGITS_AT_ONCE`, whatever the vocabularies are.
         row_group: the ranks that share the row, each with the schedule of its `RowShare`. Each returns the
             loss of its drafts and has the gradients that it computes; their sums are those of the row.
 
@@ -104,7 +104,7 @@ def rollout_loss(
     lm_head = frozen.lm_head or drafter.lm_head
     if logit_rows is None:
         sizes = len(frozen.embed_tokens), lm_head.weight.shape[0], num_steps
-        logit_rows = num_steps * chunk_positions(lm_head.weight.device.type, *sizes, with_metrics)
+        logit_rows = num_steps * positions_at_once(lm_head.weight.device.type, *sizes, with_metrics)
     weights = [step_decay**step for step in range(num_steps)]
 
     def loss_of(chunk: ChunkSchedule, state: Tensor, keys: list[LayerKeys]) -> tuple[Tensor, Tensor]:
@@ -127,13 +127,13 @@ def rollout_loss(
     return total * schedule.weight, DepthSums(num_rows, loss, agreement, expected, norm, weighted)
 
 
-def chunk_positions(
+def positions_at_once(
     device: str, vocab_size: int, draft_vocab_size: int, num_steps: int, with_metrics: bool
 ) -> int:
-    """Return the number of teacher positions in a chunk of the loss.
+    """Return the number of teacher positions in a part of the loss.
 
     Each position holds the teacher's logits once and the drafter's `num_steps` times.
     """
     teacher = 2 * vocab_size if with_metrics else draft_vocab_size
     fewest = MIN_ROWS // num_steps if device == "cuda" else MIN_POSITIONS
-    return max(fewest, CHUNK_LOGITS[device] // (teacher + num_steps * draft_vocab_size))
+    return max(fewest, LOGITS_AT_ONCE[device] // (teacher + num_steps * draft_vocab_size))

@@ -12,7 +12,7 @@ from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch, captured_rows, supervised_drafts
 from eagle31.training.rollout import CHUNK_ROWS, chunk_rollout, prefill_schedule, rollout
 from eagle31.training.schedule import ChunkSchedule, RolloutSchedule, schedule_rollout
-from eagle31.training.step import CHUNK_LOGITS, MIN_POSITIONS
+from eagle31.training.step import LOGITS_AT_ONCE, MIN_POSITIONS
 
 
 @torch.no_grad()
@@ -144,7 +144,7 @@ def _drafted_states(
 
 def logit_rows(device: str, vocab_size: int) -> int:
     """Return the number of rows whose logits are held at once."""
-    return max(MIN_POSITIONS, CHUNK_LOGITS[device] // vocab_size)
+    return max(MIN_POSITIONS, LOGITS_AT_ONCE[device] // vocab_size)
 
 
 def _log_probs(logits: Tensor, token_ids: Tensor, temperature: float) -> Tensor:

@@ -36,5 +36,5 @@ def test_a_chunk_takes_the_memory_that_the_plan_says(pruned: bool, with_metrics:
             one_pass_loss(states, drafter.lm_head.weight, teacher, chunk, [1.0] * NUM_STEPS, 10_000)
     sizes: dict[str, Any] = {"row_tokens": 400, "itemsize": 2, "head_trained": True, "rollout_chunk": None}
     planned = step_memory(config, counts, **sizes, device="cuda", with_metrics=with_metrics)
-    expected = planned.loss_chunk + planned.head_gradient + planned.state_gradients
+    expected = planned.loss_part + planned.head_gradient + planned.state_gradients
     assert live.peak == pytest.approx(expected, rel=0.03)
