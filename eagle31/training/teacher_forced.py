@@ -11,7 +11,7 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch, captured_rows, supervised_drafts
 from eagle31.training.rollout import CHUNK_ROWS, chunk_rollout, prefill_schedule, rollout
-from eagle31.training.schedule import ChunkSchedule, RolloutSchedule, schedule_rollout
+from eagle31.training.schedule import ChunkSchedule, schedule_rollout
 from eagle31.training.step import LOGITS_AT_ONCE, MIN_POSITIONS
 
 
@@ -33,13 +33,14 @@ def greedy_hits(
         bool [T, K], whether row t's step-k prediction equals x[t+2+k]; and bool [T, K], the supervised
         drafts. Both are on the CPU.
     """
-    supervised, schedule, batch = _scheduled(drafter, frozen, batch, num_steps, chunk_rows)
+    supervised = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
     head = (frozen.lm_head or drafter.lm_head).weight
+    input_ids = batch.input_ids.to(head.device, non_blocking=True)
     hits = torch.zeros_like(supervised, device=head.device)
     size = logit_rows(head.device.type, len(frozen.embed_tokens))
-    for _, step, rows, normed in _drafted_states(drafter, frozen, batch, schedule):
+    for _, step, rows, normed in _drafted_states(drafter, frozen, batch, supervised, chunk_rows):
         greedy = torch.cat([F.linear(x, head).argmax(dim=-1) for x in normed.split(size)])
-        hits[rows, step] = frozen.target_ids(greedy) == batch.input_ids[rows + 2 + step]
+        hits[rows, step] = frozen.target_ids(greedy) == input_ids[rows + 2 + step]
     return hits.cpu(), supervised
 
 
@@ -69,24 +70,25 @@ def acceptance_given_text(
 
     Source: Leviathan et al., arXiv 2211.17192, algorithm 1.
     """
-    supervised, schedule, batch = _scheduled(drafter, frozen, batch, num_steps, chunk_rows)
+    supervised = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
     head = (frozen.lm_head or drafter.lm_head).weight
+    input_ids = batch.input_ids.to(head.device, non_blocking=True)
     ids = torch.arange(len(frozen.embed_tokens), device=head.device)
     draft_ids = ids
     if frozen.draft_target_ids is not None:
         draft_ids = torch.full_like(ids, -1)
         draft_ids[frozen.draft_target_ids] = ids[: len(frozen.draft_target_ids)]
     found = torch.zeros(supervised.shape, dtype=torch.float64, device=ids.device)
-    target_log_probs = found.new_zeros(len(batch.input_ids))  # of x[j+1] at j
+    target_log_probs = found.new_zeros(len(input_ids))  # of x[j+1] at j
     size = logit_rows(head.device.type, len(ids))
-    for chunk, step, rows, normed in _drafted_states(drafter, frozen, batch, schedule):
+    for chunk, step, rows, normed in _drafted_states(drafter, frozen, batch, supervised, chunk_rows):
         if step == 0:
             parts = chunk.teacher_rows.split(size), chunk.teacher_rows_host.split(size)
             for part, host in zip(*parts, strict=True):
                 states = captured_rows(batch.final_hidden_states, part, host, frozen.embed_tokens.dtype)
                 logits = frozen.target_head(states)
-                target_log_probs[part] = _log_probs(logits, batch.input_ids[part + 1], temperature)
-        tokens = draft_ids[batch.input_ids[rows + 2 + step]]
+                target_log_probs[part] = _log_probs(logits, input_ids[part + 1], temperature)
+        tokens = draft_ids[input_ids[rows + 2 + step]]
         drafted = torch.cat(
             [
                 _log_probs(F.linear(part, head), chosen.clamp(min=0), temperature)
@@ -116,28 +118,17 @@ def logits_of_drafts(
         yield F.linear(normed, head)
 
 
-def _scheduled(
-    drafter: Drafter, frozen: FrozenParts, batch: PackedBatch, num_steps: int, chunk_rows: int
-) -> tuple[Tensor, RolloutSchedule, PackedBatch]:
-    """Return the supervised drafts bool [T, K], on the CPU, the rollout of their rows, and the batch.
-
-    The last two are on the device, but for the hidden states.
-    """
-    supervised = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
-    device, key_reach = frozen.embed_tokens.device, drafter.config.key_reach
-    schedule = schedule_rollout(supervised, batch.document_ids, device, key_reach, chunk_rows)
-    return supervised, schedule, batch.to(device, states=False)
-
-
 def _drafted_states(
-    drafter: Drafter, frozen: FrozenParts, batch: PackedBatch, schedule: RolloutSchedule
+    drafter: Drafter, frozen: FrozenParts, batch: PackedBatch, supervised: Tensor, chunk_rows: int
 ) -> Iterator[tuple[ChunkSchedule, int, Tensor, Tensor]]:
     """Yield for each chunk and step its rows int64 [R_k], and the states [R_k, H] that the head reads."""
-    embed_tokens = frozen.embed_tokens
-    state, keys = prefill_schedule(drafter, embed_tokens, batch, schedule, schedule.chunk_rows)
+    embed_tokens, key_reach = frozen.embed_tokens, drafter.config.key_reach
+    device, document_ids = embed_tokens.device, batch.document_ids
+    schedule = schedule_rollout(supervised, document_ids, device, key_reach, chunk_rows)
+    batch = batch.to(device, states=False)
+    state, keys = prefill_schedule(drafter, embed_tokens, batch, schedule, chunk_rows)
     for chunk in schedule.chunks:
-        first = state[chunk.query_index]
-        steps = chunk_rollout(drafter, embed_tokens, batch, chunk, first, keys)
+        steps = chunk_rollout(drafter, embed_tokens, batch, chunk, state[chunk.query_index], keys)
         for step, (scheduled, (normed, _)) in enumerate(zip(chunk.steps, steps, strict=True)):
             yield chunk, step, scheduled.rows, normed
 
