@@ -33,29 +33,6 @@ def check_config(config: DrafterConfig, layout: Layout) -> None:
         raise UserError(f"drafter.{error.field}", error.value, error.remedy) from None
 
 
-def served_tensors(
-    config: DrafterConfig,
-    state: dict[str, Tensor],
-    vocab: DraftVocab,
-    embed_tokens: Tensor,
-    *,
-    dtype: str,
-    layout: Layout,
-) -> dict[str, Tensor]:
-    """Return the tensors of `model.safetensors` by their names there.
-
-    Args:
-        state: the drafter's parameters by their names here, with `lm_head.weight`.
-        embed_tokens: [V, H]; its bytes are not changed.
-        dtype: a key of `DTYPES`, for the drafter's tensors.
-    """
-    tensors = {served_name(name, layout): tensor.to(DTYPES[dtype]) for name, tensor in state.items()}
-    tensors["embed_tokens.weight"] = embed_tokens
-    if config.pruned:
-        tensors |= {"d2t": vocab.d2t, "t2d": vocab.t2d}
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-
 def write_export(
     directory: Path,
     config: DrafterConfig,
@@ -73,7 +50,9 @@ def write_export(
     What is written is read back as vLLM reads it, and has to draft as the given weights do.
 
     Args:
-        state, embed_tokens, dtype: see `served_tensors`.
+        state: the drafter's parameters by their names here, with `lm_head.weight`.
+        embed_tokens: [V, H]; its bytes are not changed.
+        dtype: a key of `DTYPES`, for the drafter's tensors.
         provenance: target, revision, fingerprints; kept under `eagle31` in `config.json`.
         verifier: the target and its number of draft tokens; required for `Layout.speculators`.
 
@@ -84,7 +63,11 @@ def write_export(
     for name, tensor in (state | {"embed_tokens.weight": embed_tokens}).items():
         if not torch.isfinite(tensor).all():
             raise UserError(name, "nan or inf", "The trained weights are not finite; export an earlier step.")
-    tensors = served_tensors(config, state, vocab, embed_tokens, dtype=dtype, layout=layout)
+    tensors = {served_name(name, layout): tensor.to(DTYPES[dtype]) for name, tensor in state.items()}
+    tensors["embed_tokens.weight"] = embed_tokens
+    if config.pruned:
+        tensors |= {"d2t": vocab.d2t, "t2d": vocab.t2d}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise UserError("export.dtype", dtype, f"{name} has values beyond its range; choose bfloat16.")
