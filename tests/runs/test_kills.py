@@ -1,4 +1,4 @@
-"""A run of three ranks that is killed in capture and in training ends as one that nobody killed.
+"""A run of two ranks that is killed in capture and in training ends as one that nobody killed.
 
 It has fewer held-out prompts than ranks.
 """
@@ -21,9 +21,9 @@ SMALLER = (
     "train.save_every=2",
     "train.keep_checkpoints=2",
     "train.validate_every=4",
-    "train.rows_per_step=3",
-    "data.num_validation=2",
-    "data.num_test=2",
+    "train.rows_per_step=2",
+    "data.num_validation=1",
+    "data.num_test=1",
     "evaluate.max_new_tokens=12",
     "export.dtype=float32",
 )
@@ -38,7 +38,7 @@ def test_a_killed_run_ends_as_one_that_nobody_killed(
     def begin(directory: Path, **variables: str) -> Ranks:
         command = [f"recipe={RECIPE}", *arguments(small_target, directory), *SMALLER]
         log = directory.with_suffix(".log")
-        return start(SCRIPT, *command, log=log, num_processes=3, variables=variables)
+        return start(SCRIPT, *command, log=log, num_processes=2, variables=variables)
 
     ranks = begin(undisturbed)
     assert ranks.wait() == 0, ranks.printed()

@@ -1,6 +1,7 @@
 """The checks of a recipe: types by Hydra, values by `check`."""
 
-from functools import reduce
+from copy import deepcopy
+from functools import cache, reduce
 from typing import Any
 
 import pytest
@@ -16,8 +17,13 @@ RECIPES = ROOT / "recipes"
 NEEDED = ["target.model=somewhere", "data.train=some.jsonl"]
 
 
+@cache
+def plain() -> RunConfig:
+    return composed("any_target", *NEEDED, "machine=gpus", "deepspeed.zero_stage=0")
+
+
 def changed(key: str, value: Any) -> RunConfig:
-    config = composed("any_target", *NEEDED, "machine=gpus", "deepspeed.zero_stage=0")
+    config = deepcopy(plain())
     *groups, name = key.split(".")
     owner = reduce(getattr, groups, config)
     assert hasattr(owner, name), key
