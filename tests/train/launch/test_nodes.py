@@ -79,26 +79,19 @@ def test_a_job_that_is_near_its_time_limit_saves(
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
 
 
-def start(
-    cluster: Cluster, directory: Path, job: Job, stand_in: str, text: str, patch: pytest.MonkeyPatch
-) -> tuple[str, Path]:
-    """Submit a job whose checkout has a stand-in for a program; return its number and its log."""
-    checkout = directory / "checkout"
-    (checkout / stand_in).parent.mkdir(parents=True)
-    (checkout / stand_in).write_text(text)
-    patch.setattr(slurm, "CHECKOUT", checkout)
-    (directory / "slurm.sh").write_text(render(job, RECIPE, ["data.train=a b"], directory, sys.executable))
-    number = cluster.call("sbatch", "--parsable", str(directory / "slurm.sh")).strip()
-    return number, directory / f"slurm-{number}.out"
-
-
 def test_a_job_that_is_queued_again_starts_again_until_it_is_cancelled(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = (
         "import os, time; print('start', os.environ.get('SLURM_RESTART_COUNT'), flush=True); time.sleep(500)"
     )
-    number, log = start(cluster, tmp_path, ONE_NODE, "train/main.py", text, monkeypatch)
+    main = tmp_path / "checkout" / "train" / "main.py"
+    main.parent.mkdir(parents=True)
+    main.write_text(text)
+    monkeypatch.setattr(slurm, "CHECKOUT", tmp_path / "checkout")
+    (tmp_path / "slurm.sh").write_text(render(ONE_NODE, RECIPE, ["data.train=a b"], tmp_path, sys.executable))
+    number = cluster.call("sbatch", "--parsable", str(tmp_path / "slurm.sh")).strip()
+    log = tmp_path / f"slurm-{number}.out"
     wait_for(lambda: log.exists() and "start None" in log.read_text())
     assert " Comment=a 'b' " in cluster.call("scontrol", "--oneliner", "show", "job", number)
     cluster.call("scancel", "--batch", "--signal=USR1", number)
