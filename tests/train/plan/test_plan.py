@@ -87,7 +87,7 @@ def planned(recipe: str, *arguments: str) -> Plan:
     return make_plan(config, World(0, 0, 1), data_summary(config), given)
 
 
-@pytest.mark.parametrize("recipe", ["kimi_k2_6", "llama3_1_8b"])
+@pytest.mark.parametrize("recipe", ["kimi_k2_6", "llama3_1_8b", "llama3_3_70b"])
 def test_long_contexts_fit_a_node_that_trains_and_one_that_captures(recipe: str) -> None:
     one, two = planned(recipe, "context=long").ways
     assert two.works
