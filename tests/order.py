@@ -11,7 +11,6 @@ SLOW = (
     "tests/train/trainer/test_stopping.py",
     "tests/runs/test_kills.py",
     "tests/runs/test_real_target.py",
-    "tests/train/engines/test_torchspec.py",
     "tests/train/engines/test_vllm.py",
     "tests/data/capture/vllm/test_server.py",
     "tests/train/parity/test_vllm_parity.py",

@@ -57,6 +57,7 @@ def expected(small_target: EmbeddedTarget, tmp_path_factory: pytest.TempPathFact
     return trained(directory)
 
 
+@pytest.mark.full("it starts Ray, and vLLM")
 def test_two_ranks_train_from_an_engine_that_is_killed_to_an_export_that_vllm_serves(
     torchspec: Path,
     small_target: EmbeddedTarget,

@@ -40,7 +40,7 @@ from train.trainer.matrices import is_matrix
 from train.trainer.metrics import WindowSums
 from train.trainer.validation import DriftDiagnosis, ReplayValidation
 
-NUM_STEPS = 4
+NUM_STEPS = 3
 
 
 def validation_samples() -> list[CapturedSample]:
@@ -150,7 +150,7 @@ def losses_at(
         losses.append(metrics["loss"])
         norms.append(float(norm))
     further = rows.of_step(NUM_STEPS)
-    assert stops == [0, 0, 1, 0]
+    assert stops == [0, 0, 1]
     weights = full_state(model_engine, keep=world.is_main)
     assert bool(weights) == world.is_main
     held_out = MemorySource(validation_samples())

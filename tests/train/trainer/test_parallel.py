@@ -6,7 +6,7 @@ import pytest
 from tests.train.torchrun import torchrun
 
 WORKER = "tests/train/trainer/parallel_worker.py"
-NUM_STEPS = 4
+NUM_STEPS = 3
 NUM_MATRICES = 8  # fc, q, k, v, o, gate, up, down
 
 
