@@ -6,30 +6,8 @@ from pathlib import Path
 import pytest
 
 from data.target.served import engines
-from tests.recipes.served import served_architectures, sglang_architectures, table_rows
+from tests.recipes.served import served_architectures, table_rows
 from tests.runs.forked import ROOT
-
-SOURCES = (
-    """
-class First(Module):
-    def set_eagle3_layers_to_capture(self, ids): ...
-class FirstForCausalLM(First): ...
-class OtherForCausalLM(Module):
-    def forward(self): ...
-class FirstForCausalLMNextN(FirstForCausalLM): ...
-EntryClass = [FirstForCausalLM, OtherForCausalLM, FirstForCausalLMNextN]
-""",
-    """
-from sglang.srt.models import first
-class SecondForConditionalGeneration(first.FirstForCausalLM): ...
-class UnregisteredForCausalLM(first.FirstForCausalLM): ...
-EntryClass = SecondForConditionalGeneration
-""",
-)
-
-
-def test_methods_of_base_classes_in_other_files_are_found() -> None:
-    assert sglang_architectures(SOURCES) == ["FirstForCausalLM", "SecondForConditionalGeneration"]
 
 
 def test_the_page_has_the_table() -> None:

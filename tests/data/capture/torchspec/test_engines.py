@@ -1,18 +1,14 @@
 """What TorchSpec's engines are asked for, and what becomes of the states that they give."""
 
-import sys
-import threading
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from data.capture.torchspec import engines
-from data.capture.torchspec.engines import EngineGroup, TorchSpecSettings
+from data.capture.torchspec.engines import TorchSpecSettings
 from data.capture.torchspec.transport import norm_scale
 from eagle31.errors import UserError
 
@@ -47,23 +43,6 @@ def test_further_settings_are_torchspecs_own(torchspec: Path) -> None:
 def test_what_torchspec_cannot_do_is_refused(torchspec: Path, changed: dict[str, Any], field: str) -> None:
     with pytest.raises(UserError, match=field):
         settings(**changed).arguments()
-
-
-def test_an_engine_that_cannot_be_made_again_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = MagicMock()
-    fake.exceptions.RayError = OSError
-    fake.wait.return_value = (["answer"], [])
-    fake.get.side_effect = OSError("the actor died")
-    monkeypatch.setitem(sys.modules, "ray", fake)
-    monkeypatch.setattr(engines, "_WATCH_SECONDS", 0.0)
-    monkeypatch.setattr(engines, "_RESTART_SECONDS", 0.0)
-    group = EngineGroup.__new__(EngineGroup)
-    group._engines, group._closing = [MagicMock()], threading.Event()
-    made = MagicMock()
-    group._published = lambda *_: group._closing.set()
-    monkeypatch.setattr(group, "_make", Mock(side_effect=[ValueError("no room"), (made, [])]))
-    group._watch()
-    assert group._engines == [made]
 
 
 def test_the_scale_of_a_norm_undoes_it_up_to_a_factor() -> None:
