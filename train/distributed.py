@@ -179,9 +179,9 @@ def _wait_until(done: Callable[[], bool], limit_seconds: float, what: str) -> No
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def read_when_set(values: dist.Store, name: str) -> str:
+def read_when_set(values: dist.Store, name: str, limit_seconds: float = WAIT_SECONDS) -> str:
     """Return a value once another process has set it. Raises what `wait_for_ranks` does."""
-    _wait_until(lambda: values.check([name]), WAIT_SECONDS, name)
+    _wait_until(lambda: values.check([name]), limit_seconds, name)
     return values.get(name).decode()
 
 

@@ -68,7 +68,7 @@ class StageRun:
 
 
 STAGES = {
-    Stage.data: StageRun(data_inputs, run_data),
+    Stage.data: StageRun(data_inputs, run_data, every_rank=True),
     Stage.vocab: StageRun(vocab_inputs, run_vocab),
     Stage.answers: StageRun(answers_inputs, run_answers),
     Stage.capture: StageRun(capture_inputs, run_capture, every_rank=True),

@@ -26,9 +26,11 @@ from data.conversations.reading import ConversationReader, Source, first_reasons
 from data.conversations.schemas import Conversation, listed
 from data.conversations.table import ConversationTable, Selection
 from eagle31.errors import UserError
+from eagle31.json_files import replacing
 
 LEFT_OUT = "left_out.jsonl"
 _TABLE, _EVAL_TABLE = "conversations.jsonl", "held_out.jsonl"
+_TRAINING = "training.npy"  # indices of the table
 _Indices = NDArray[np.int64]
 
 
@@ -137,12 +139,19 @@ def mix(mixture: Mixture, directory: Path, num_workers: int) -> MixedConversatio
             f"Only {len(training)} training conversations and {len(held_out)} held-out prompts are left; "
             "give more data, or lower data.num_validation and data.num_test.",
         )
+    with replacing(directory / _TRAINING) as sink:
+        np.save(sink, training)
     return MixedConversations(Selection(read.table, training), held_out, summary)
+
+
+def mixed_training(directory: Path) -> Selection:
+    """Return the training conversations of `mix`, which another process has called."""
+    return Selection(ConversationTable(directory / _TABLE, "rb"), np.load(directory / _TRAINING))
 
 
 def remove_tables(directory: Path) -> None:
     """Remove the files of `mix`, whose conversations are then used."""
-    for name in (_TABLE, _EVAL_TABLE):
+    for name in (_TABLE, _EVAL_TABLE, _TRAINING):
         (directory / name).unlink(missing_ok=True)
 
 

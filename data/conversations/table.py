@@ -4,7 +4,9 @@ import json
 import os
 from array import array
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +20,11 @@ class ConversationTable:
     Forked processes can read the same table, once `flush` was called.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w+b")
+    def __init__(self, path: Path, mode: str = "w+b") -> None:
+        self._file: IO[bytes] = path.open(mode)
         self._starts = array("q", [0])  # of the lines, and the end of the file
+        if mode == "rb":  # what another process has written
+            self._starts.extend(accumulate(map(len, self._file)))
 
     def add(self, conversation: Conversation) -> None:
         # `default`: Parquet has dates, which templates write as text.
@@ -29,8 +33,9 @@ class ConversationTable:
         self._starts.append(self._starts[-1] + len(line) + 1)
 
     def flush(self) -> None:
-        """Have what was added in the file."""
+        """Have what was added in the file, also for other nodes."""
         self._file.flush()
+        os.fsync(self._file.fileno())
 
     def __len__(self) -> int:
         return len(self._starts) - 1

@@ -32,8 +32,8 @@ from eagle31.json_files import read_json, replacing, write_json
 
 Refusals = list[tuple[str, str]]
 
-# Assistant turns in memory at a time: they keep many GPUs busy, and take a few GB at 8,000 tokens each.
-BLOCK_TURNS = 16384
+# The next block begins before the last answers of the one before it, and each driver has its own blocks.
+BLOCK_TURNS = 2048
 _BATCH_SAMPLES = 1024
 _MOST_OVERLONG = 0.1  # of the conversations, whose first prompts have no room
 _MEASURED_CONVERSATIONS = 1000
@@ -51,10 +51,13 @@ def regenerate(
     template_kwargs: dict[str, Any],
     directory: Path,
     on_refused: Callable[[Refusals], None],
+    wait_for: Callable[[Path], None],
     max_samples: int | None = None,
     block_turns: int = BLOCK_TURNS,
+    driver: int = 0,
+    num_drivers: int = 1,
     progress: bool = False,
-) -> Dataset:
+) -> Dataset | None:
     """Write the assistant turns one by one, those that are missing too.
 
     Each prompt contains the target's earlier completions. Turns whose prompt continues the prompt and the
@@ -70,8 +73,11 @@ def regenerate(
             `block-00000.arrow`. An interrupted run resumes from these files.
         on_refused: called once with (id, reason) of the conversations that the template refuses; they end
             before the refused turn.
+        wait_for: blocks until a file exists that another driver writes.
         max_samples: the number of samples after which the remaining conversations are left out; None for all.
         block_turns: the number of assistant turns in a block.
+        driver: which of the `num_drivers` processes this is that call this with the same arguments. Each has
+            the blocks answered whose number modulo `num_drivers` is its own; the samples do not depend on it.
         progress: reports on stderr how many answers are finished, how fast, and the time left.
 
     Raises:
@@ -81,12 +87,14 @@ def regenerate(
     Returns:
         Samples of the assistant turns that have at least two tokens and do not repeat themselves, in the
         columns of tokenized data, mapped from the files in `directory`; the token ids are those that the
-        target generated. The id is the conversation's and the number of the first turn.
+        target generated. The id is the conversation's and the number of the first turn. None for other
+        drivers than the first.
     """
     directory.mkdir(parents=True, exist_ok=True)
     remaining = iter(conversations)
     stops = frozenset(sampling.stop_token_ids)
-    parts: dict[int, Dataset] = {}  # by the block's number
+    num_samples: dict[int, int] = {}  # by the block's number
+    elsewhere: dict[int, int] = {}  # the number of conversations, by the number of another driver's block
     refusals: Refusals = []
     ends: Counter[str] = Counter()  # by reason
     notes: Counter[str] = Counter()
@@ -99,18 +107,24 @@ def regenerate(
             num_turns_of_block = sum(map(_num_turns, some))
             num_turns -= num_turns_of_block
             num_turns_taken += num_turns_of_block
-            num_conversations += len(some)
             num_with_markers += sum(has_markers(tokenizer, one.messages) for one in some)
             number, num_blocks = num_blocks, num_blocks + 1
-            output = directory / f"block-{number:05d}.jsonl"
+            if number % num_drivers != driver:
+                elsewhere[number] = len(some)
+                continue
+            num_conversations += len(some)
+            output = block_file(number, ".jsonl")
             if output.with_suffix(".arrow").exists():
-                refusals.extend((id, reason) for id, reason in add(number, output)["refused"])
+                refusals.extend((id, reason) for id, reason in add(number)["refused"])
                 continue
             latest = [
                 Regenerated(one, tokenizer, template_kwargs, stops, max_tokens, refuse, check_overlong)
                 for one in some
             ]
             yield Block(latest, output, number)
+
+    def block_file(number: int, suffix: str) -> Path:
+        return directory / f"block-{number:05d}{suffix}"
 
     def refuse(refusal: tuple[str, str]) -> None:
         refusals.append(refusal)
@@ -131,7 +145,14 @@ def regenerate(
 
     def finished(block: Block) -> None:
         dialogues = cast("Sequence[Regenerated]", block.dialogues)
+        used = (
+            one
+            for one in block.turns
+            if len(one.ids) >= MIN_ANSWER_TOKENS and not repeats_itself(one.ids, stops)
+        )
+        groups = list(_joined(used))
         found = {
+            "num_samples": len(groups),
             "refused": [(one.conversation.id, one.refused) for one in dialogues if one.refused],
             "ends": Counter(one.ended for one in dialogues if one.ended is not None),
             "notes": Counter(
@@ -144,31 +165,29 @@ def regenerate(
         write_json(block.output.with_suffix(".json"), found)
         arrow = block.output.with_suffix(".arrow")
         with replacing(arrow) as sink, pa.ipc.new_stream(sink, SAMPLE_SCHEMA) as writer:
-            used = (
-                one
-                for one in block.turns
-                if len(one.ids) >= MIN_ANSWER_TOKENS and not repeats_itself(one.ids, stops)
-            )
             samples = (
                 (
                     f"{dialogues[group[0].index].conversation.id}/{group[0].turn}",
                     [(one.prompt, one.ids[: max_tokens - len(one.prompt)]) for one in group],
                 )
-                for group in _joined(used)
+                for group in groups
             )
             while some := list(islice(samples, _BATCH_SAMPLES)):
                 writer.write_batch(record_batch(some))
-        add(block.number, block.output)
+        add(block.number)
 
-    def add(number: int, output: Path) -> dict[str, Any]:
-        """Add the samples of a finished block, and return how its conversations ended."""
-        found = read_json(output.with_suffix(".json"))
+    def add(number: int) -> dict[str, Any]:
+        """Count the samples of a finished block, and return how its conversations ended."""
+        found = read_json(block_file(number, ".json"))
         ends.update(found["ends"])
         notes.update(found["notes"])
-        parts[number] = Dataset.from_file(str(output.with_suffix(".arrow")))
+        num_samples[number] = found["num_samples"]
         if progress:
-            num_samples = sum(map(len, parts.values()))
-            print(f"regenerate: {num_samples:,} samples of finished blocks", file=sys.stderr, flush=True)
+            print(
+                f"regenerate: {sum(num_samples.values()):,} samples of finished blocks",
+                file=sys.stderr,
+                flush=True,
+            )
         return found
 
     total = None
@@ -177,16 +196,17 @@ def regenerate(
         if max_samples is not None:  # as many conversations; fewer where some have several samples
             num_answers = min(num_answers, math.ceil(num_answers * max_samples / len(conversations)))
         # Each finished block has about as many; a conversation may end before its last turn.
-        total = max(num_answers - block_turns * len([*directory.glob("block-*.arrow")]), 0) or None
+        num_answers -= block_turns * len([*directory.glob("block-*.arrow")])
+        total = max(num_answers // num_drivers, 0) or None
     num_taken = -1
     while num_taken < num_blocks:
         num_taken, num_turns = num_blocks, math.inf
         if max_samples is not None:
             # A sample has one turn or more, which the first ones show, and some turns give none. At least 1 %
             # of all follow, because a few use no GPU well.
-            num_samples = sum(map(len, parts.values()))
-            num_missing = max_samples - num_samples
-            num_turns = num_missing * (num_turns_taken / num_samples if num_samples else 1)
+            num_found = sum(num_samples.values())
+            num_missing = max_samples - num_found
+            num_turns = num_missing * (num_turns_taken / num_found if num_found else 1)
             num_turns = max(num_turns, max_samples // 100) if num_missing > 0 else 0
         answer_dialogues(
             generator,
@@ -198,6 +218,14 @@ def regenerate(
             total=total,
             progress=progress,
         )
+        for number, count in elsewhere.items():
+            # The first driver removes the samples once it has all of them, and leaves the counts.
+            wait_for(block_file(number, ".json" if driver else ".arrow"))
+            refusals.extend((id, reason) for id, reason in add(number)["refused"])
+            num_conversations += count
+        elsewhere.clear()
+    if driver:
+        return None
     for reason, count in ends.items():
         print(f"regenerate: {count:,} conversations end where {reason}", file=sys.stderr, flush=True)
     for note, count in (+notes).items():
@@ -205,9 +233,10 @@ def regenerate(
     print_markers(num_with_markers)
     if refusals:
         on_refused(refusals)
-    if not parts:
+    if not num_samples:
         return Dataset(SAMPLE_SCHEMA.empty_table())
-    return concatenate_datasets([parts[number] for number in sorted(parts)])
+    files = (str(block_file(number, ".arrow")) for number in sorted(num_samples))
+    return concatenate_datasets([Dataset.from_file(file) for file in files])
 
 
 def _joined(turns: Iterable[AnsweredTurn]) -> Iterator[list[AnsweredTurn]]:

@@ -81,6 +81,7 @@ def start(
     *arguments: object,
     log: Path,
     num_processes: int = 1,
+    num_nodes: int = 1,
     torchrun: bool = True,
     variables: Mapping[str, str] | None = None,
 ) -> Ranks:
@@ -88,21 +89,24 @@ def start(
 
     Args:
         log: a file for what all processes print.
+        num_nodes: between which the processes are divided; all are on this host.
         torchrun: set the variables of a rank that torchrun starts.
     """
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
-    processes = []
+    processes, per_node = [], num_processes // num_nodes
     for rank in range(num_processes):
         own = environment() | dict(variables or {})
         if torchrun:
             own |= rendezvous | {
                 name: str(value)
-                for names, value in (
-                    (("RANK", "LOCAL_RANK"), rank),
-                    (("WORLD_SIZE", "LOCAL_WORLD_SIZE"), num_processes),
-                    (("GROUP_RANK",), 0),
+                for name, value in (
+                    ("RANK", rank),
+                    ("LOCAL_RANK", rank % per_node),
+                    ("WORLD_SIZE", num_processes),
+                    ("LOCAL_WORLD_SIZE", per_node),
+                    ("GROUP_RANK", rank // per_node),
+                    ("GROUP_WORLD_SIZE", num_nodes),
                 )
-                for name in names
             }
         process = CONTEXT.Process(target=_run, args=(script, list(map(str, arguments)), own, log))
         process.start()

@@ -19,7 +19,7 @@ EMBEDDED = "embedded"  # target.model and data.train: a small model and its text
 class TargetEngine(Choice):
     """The engine that writes the target's completions; capture.source chooses the one that captures."""
 
-    hf = "hf", "transformers, on the devices of rank 0"
+    hf = "hf", "transformers; regenerates on the GPUs of all nodes, and does the rest on those of the first"
     vllm = "vllm", "vLLM, for targets that transformers cannot hold"
 
 

@@ -201,20 +201,22 @@ class RunServers:
             shared_values().set(self._address_name(self._world.node_rank), self._process.url)
             self._ready = True
 
-    def clients(self, everywhere: bool) -> list[VllmClient]:
+    def clients(self, everywhere: bool, senders: int | None = None) -> list[VllmClient]:
         """Return new connections to the servers, once those are ready.
 
         Args:
             everywhere: whether this process alone sends to all servers. Otherwise every rank sends, to the
                 server of its node where the run has started them.
+            senders: how many processes of each node send; None for all.
         """
+        senders = senders or self._world.ranks_per_node
         if self.named:
-            num_sharing = 1 if everywhere else self._world.size
+            num_sharing = 1 if everywhere else senders * self._world.num_nodes
             key = os.environ.get(KEY_VARIABLE)
             return [self._client(url, key, num_sharing) for url in self._vllm.servers]
         nodes = range(self._world.num_nodes) if everywhere else [self._world.node_rank]
         urls = [read_when_set(shared_values(), self._address_name(node)) for node in nodes]
-        num_sharing = 1 if everywhere else self._world.ranks_per_node
+        num_sharing = 1 if everywhere else senders
         return [self._client(url, self._key(), num_sharing) for url in urls]
 
     def close(self) -> None:

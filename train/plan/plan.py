@@ -175,10 +175,11 @@ def run_way(sizes: RunSizes, work: Work, cluster: Cluster, given: Sequence[str] 
 
 
 def _writing_gpus(config: RunConfig, cluster: Cluster, writers: ServerPlacement | None) -> int:
-    """Return the GPUs that write completions. In transformers they are the first node's."""
+    """Return the GPUs that write completions."""
     if config.target.engine is TargetEngine.vllm:
         return 1 if writers is None else max(1, writers.gpus * writers.num_servers)
-    return 1 if config.target.device_map is not None else max(1, cluster.gpus_per_node)
+    copies = 1 if config.target.device_map is not None else max(1, cluster.gpus_per_node)
+    return cluster.num_nodes * copies
 
 
 def check_gpu_memory(config: RunConfig, cluster: Cluster, stages: Collection[Stage]) -> None:

@@ -1,5 +1,9 @@
-"""The data stage: reads conversations, holds prompts out and tokenizes. Rank 0 runs it."""
+"""The data stage: reads conversations, holds prompts out and tokenizes. Rank 0 runs it.
 
+The first process of each other node has its part of the answers written.
+"""
+
+import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -16,11 +20,12 @@ from datasets import Dataset, load_from_disk
 
 from data.capture.tokens import token_batches, tokens_fingerprint
 from data.conversations.augmentation import AugmentedConversations
-from data.conversations.mixing import mix, print_left_out, remove_tables
+from data.conversations.mixing import mix, mixed_training, print_left_out, remove_tables
 from data.conversations.perturbation import template_source
 from data.conversations.preformatted import SplitText, text_splitter
 from data.conversations.prompts import prompt_messages, render_prompt
 from data.conversations.schemas import Conversation, Conversations
+from data.conversations.table import Selection
 from data.conversations.template import TemplateRefused, surviving
 from data.conversations.tokenize import Enough, check_refused, save_dataset, tokenize
 from data.conversations.trial import try_rendering
@@ -39,6 +44,7 @@ from train.config.data import SELF, DataConfig
 from train.config.run import RunConfig
 from train.config.target import TargetEngine
 from train.context import RunContext
+from train.distributed import read_when_set, shared_values, wait_for
 from train.engines.inputs import completion_inputs
 from train.stages.sources import (
     Located,
@@ -125,6 +131,11 @@ def _user_turn(context: RunContext) -> UserTurn:
 def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     """Read, hold prompts out, render and tokenize, into `train/`, token counts and `held_out.json`."""
     data = context.config.data
+    if not context.world.is_main:
+        if data.regenerate.enabled and context.world.leads_node:
+            read_when_set(shared_values(), str(directory), math.inf)
+            _regenerated(context, mixed_training(directory), directory)
+        return {}
     if data.train == SELF and not (directory / SELF_PROMPTS).exists():
         _write_self_prompts(context, directory / SELF_PROMPTS)
 
@@ -145,13 +156,12 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     if data.template_probability:
         _check_templates(data, context.target, conversations[0])
     if data.regenerate.enabled:
-        blocks = directory / "regenerated"
-        if limit is not None:
-            conversations = conversations.shuffled(context.config.seed)
-        dataset = _regenerated(context, _augmented(data, context.config.seed, conversations), blocks)
+        shared_values().set(str(directory), "")
+        dataset = _regenerated(context, conversations, directory)
+        assert dataset is not None
         save_dataset(dataset, directory / _TOKENIZED)
         summary |= _sizes(dataset)
-        for path in blocks.glob("*.arrow"):  # the answers stay, which cost more
+        for path in directory.glob("regenerated/*.arrow"):  # the answers stay, which cost more
             path.unlink()
     else:
         enough = None
@@ -309,8 +319,12 @@ def _check_templates(data: DataConfig, target: Target, example: Conversation) ->
             raise UserError("data.template_probability", data.template_probability, remedy) from None
 
 
-def _regenerated(context: RunContext, conversations: Conversations, directory: Path) -> Dataset:
-    settings, target = context.config.data.regenerate, context.target
+def _regenerated(context: RunContext, conversations: Selection, directory: Path) -> Dataset | None:
+    """Have this node's blocks of conversations answered; return all samples on rank 0."""
+    settings, target, world = context.config.data.regenerate, context.target, context.world
+    seed, limit = context.config.seed, context.config.data.max_samples
+    if limit is not None:
+        conversations = conversations.shuffled(seed)
     given = {} if settings.temperature is None else {"temperature": settings.temperature}
     sampling = Sampling(
         max_new_tokens=settings.max_new_tokens,
@@ -318,29 +332,38 @@ def _regenerated(context: RunContext, conversations: Conversations, directory: P
         seed=context.config.seed,
         **(given or target.parts.sampling),
     )
-    with open_generator(context) as generator:
+    with open_generator(context, everywhere=False) as generator:
         return regenerate(
-            conversations,
+            _augmented(context.config.data, seed, conversations),
             context.target.tokenizer,
             generator,
             sampling,
             model_fingerprint=context.target.parts.fingerprint,
             max_tokens=context.config.data.max_tokens,
             template_kwargs=context.target.template_kwargs,
-            directory=directory,
+            directory=directory / "regenerated",
             on_refused=_print_refused,
-            max_samples=context.config.data.max_samples,
-            progress=True,
+            max_samples=limit,
+            driver=world.node_rank,
+            num_drivers=world.num_nodes,
+            wait_for=wait_for,
+            progress=world.is_main,
         )
 
 
-def open_generator(context: RunContext) -> AbstractContextManager[AnswerGenerator]:
-    """Open the engine that writes the target's completions; what it holds is free at the end."""
+def open_generator(context: RunContext, everywhere: bool = True) -> AbstractContextManager[AnswerGenerator]:
+    """Open the engine that writes the target's completions; what it holds is free at the end.
+
+    Args:
+        everywhere: whether this process alone sends to the servers of all nodes. Otherwise the first process
+            of each node sends.
+    """
     if context.config.target.engine is TargetEngine.hf:
         batch_size = context.config.data.regenerate.batch_size
         return transformers_generator(context.target.spec, context.world.device, batch_size)
     servers, expected = context.servers, context.captured_target.expected_states()
-    return closing(VllmGenerator(servers.clients(everywhere=True), expected, servers.patience_seconds))
+    clients = servers.clients(everywhere, senders=1)
+    return closing(VllmGenerator(clients, expected, servers.patience_seconds))
 
 
 def _sizes(dataset: Dataset) -> dict[str, int]:

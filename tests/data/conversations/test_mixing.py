@@ -61,7 +61,10 @@ def test_several_sources_are_read_with_their_own_columns(tmp_path: Path, sources
     assert sum(used.values()) == 85
     assert found.summary["num_conversations_read"] == 90
     assert "num_near_duplicates" not in found.summary
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["conversations.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "conversations.jsonl",
+        "training.npy",
+    ]
     remove_tables(tmp_path / "run")
     assert not list((tmp_path / "run").iterdir())
 

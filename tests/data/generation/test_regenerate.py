@@ -65,6 +65,10 @@ def one_at_a_time(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, **
     return OneAtATime(lambda prompt: greedy(model, prompt, stops, MAX_NEW_TOKENS), **settings)
 
 
+def never(path: Path) -> None:
+    raise AssertionError(f"There is no other driver that would write {path}.")
+
+
 def regenerated(
     generator: AnswerGenerator,
     tokenizer: PreTrainedTokenizerFast,
@@ -75,7 +79,7 @@ def regenerated(
 ) -> Dataset:
     sampling = Sampling(MAX_NEW_TOKENS, (tokenizer.eos_token_id,), temperature, seed=0)
     given: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": [].append}
-    given |= {"directory": directory, "model_fingerprint": "f"} | settings
+    given |= {"directory": directory, "model_fingerprint": "f", "wait_for": never} | settings
     return regenerate(conversations, tokenizer, generator, sampling, **given)
 
 

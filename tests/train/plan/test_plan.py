@@ -350,7 +350,7 @@ def test_a_sliding_window_limits_attention() -> None:
     assert attention_flops(planned_config(config.target), 1000) == 2 * 64 * (64 + 64) * pairs
 
 
-def test_writing_completions_takes_the_time_of_its_steps_on_one_node() -> None:
+def test_writing_completions_takes_the_time_of_its_steps_on_every_node() -> None:
     """20,000 samples of 700 tokens, 0.7 of which are written in batches of 32."""
     one, two = (planned("qwen3_0_6b", f"plan.num_nodes={n}", "plan.gpus_per_node=8") for n in (1, 2))
     tokens, steps = 9_800_000, 306_250
@@ -363,7 +363,8 @@ def test_writing_completions_takes_the_time_of_its_steps_on_one_node() -> None:
     assert one.first.hours is not None
     assert two.first.hours is not None
     seconds = written.prefill_flops / 30e12 + written.overhead_seconds
-    assert one.first.hours.regenerate == two.first.hours.regenerate == pytest.approx(seconds / 8 / 3600)
+    assert one.first.hours.regenerate == pytest.approx(seconds / 8 / 3600)
+    assert two.first.hours.regenerate == pytest.approx(seconds / 16 / 3600)
 
 
 def test_the_plan_stage_alone_writes_only_the_plan(
