@@ -41,7 +41,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def at_most(item: pytest.Item) -> int:
-    """Return how many seconds a test takes on a GPU at most, by estimate; no GPU has run it."""
+    """Return how many seconds a test takes on a GPU at most, by estimate."""
     mark = item.get_closest_marker("at_most")
     return KERNEL_SECONDS if mark is None else mark.args[0]
 
