@@ -23,7 +23,7 @@ class AttentionShape:
 
     @classmethod
     def widths(cls) -> tuple[str, ...]:
-        """Return the names of its own widths."""
+        """Return the names of its widths."""
         return tuple(field.name for field in fields(cls))
 
     def rotary_width(self, head_dim: int) -> int:
