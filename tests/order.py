@@ -19,7 +19,7 @@ SLOW = (
     "tests/train/plan/test_plan.py",
     "tests/eagle31/kernels/test_compiled.py",
     "tests/data/capture/transport/test_mooncake.py",
-    "tests/train/stages/training/test_continuing.py",
+    "tests/train/stages/test_continuing.py",
     "tests/train/test_combinations.py",
     "tests/train/test_pipeline.py",
     "tests/train/test_quickstart.py",

@@ -41,13 +41,13 @@ from train.plan.table import format_plan, hours_lines, work_lines
 from train.plan.work import data_summary
 from train.stages.answers import answers_inputs, check_answers, run_answers
 from train.stages.capture import capture_inputs, run_capture
+from train.stages.continuing import begin_training, link_results
 from train.stages.data import data_inputs, run_data
 from train.stages.evaluate import evaluate_inputs, run_evaluate
 from train.stages.export import export_inputs, run_export
 from train.stages.report import run_report
 from train.stages.servers import begin_servers, end_engines, prepare_engines
 from train.stages.train import check_ranks, check_rows, run_train, train_inputs
-from train.stages.training.continuing import begin_training, link_results
 from train.stages.vocab import run_vocab, vocab_inputs
 from train.stop import STOPPED_FILE, Stopped
 from train.tracking import check_wandb

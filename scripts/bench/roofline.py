@@ -10,13 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import DeviceType
-from torch.nn.utils import get_total_norm
 from torch.profiler import ProfilerActivity, profile
 
 from data.target.head import TargetHead
@@ -35,7 +33,8 @@ from train.config.compose import composed
 from train.plan.sizes import RunSizes, trainer_settings
 from train.tables import aligned
 from train.trainer.engine import BETAS, EPS, split_weights
-from train.trainer.optimizer import ClippedAdamW, Muon
+from train.trainer.optimizer import Muon
+from train.trainer.train import clip_gradient
 
 
 @dataclass(frozen=True)
@@ -144,21 +143,16 @@ def update(sizes: RunSizes, device: torch.device) -> Callable[[], None]:
     for weight in drafter.parameters():
         weight.grad = torch.zeros_like(weight)
     matrices, others = split_weights(drafter)
-    settings: dict[str, Any] = {
-        "max_grad_norm": config.optim.max_grad_norm,
-        "lr": 1e-4,
-        "betas": BETAS,
-        "eps": EPS,
-    }
-    optimizer: ClippedAdamW
+    optimizer: torch.optim.Optimizer
     if trainer_settings(config, num_ranks=1).muon:
-        optimizer = Muon(matrices, others, 0.02, device=device, **settings)
+        optimizer = Muon(matrices, others, 0.02, lr=1e-4, betas=BETAS, eps=EPS, device=device)
     else:
-        optimizer = ClippedAdamW([*matrices, *others], **settings)
+        optimizer = torch.optim.AdamW([*matrices, *others], lr=1e-4, betas=BETAS, eps=EPS, fused=True)
+    optimizer.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
 
     def take() -> None:
         gradients = [weight.grad for weight in drafter.parameters() if weight.grad is not None]
-        optimizer.begin_step(get_total_norm(gradients))
+        clip_gradient(gradients, 1.0, None)
         optimizer.step()
 
     return take

@@ -46,7 +46,7 @@ from train.evaluation.intervals import Floats, Interval
 from train.evaluation.matrix import Cell, complete_cells, parse_sources, prompt_source, render_cells
 from train.evaluation.replay import MAX_DRAFT_TOKENS, replay_greedily
 from train.pipeline import STAGES
-from train.stages.training.building import new_drafter
+from train.stages.building import new_drafter
 from train.stages.vocab import load_projected, load_vocab
 from train.trainer.parts import STATE, load_weights, read_checked
 

@@ -40,7 +40,6 @@ def build_engine(
             offload_optimizer=False,
         ),
         lr=1e-4,
-        max_grad_norm=0.5,
         matrix_lr=0.02 if settings.muon else None,
     )
 

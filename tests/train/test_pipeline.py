@@ -26,8 +26,8 @@ from train.command import FAILURE, MISTAKE
 from train.config.run import Stage
 from train.context import RunContext
 from train.pipeline import STAGES, StageRun, exclusive, reopen_capture
+from train.stages.states import open_store
 from train.stages.train import train_inputs
-from train.stages.training.states import open_store
 
 
 def test_a_run_ends_with_table_export_and_report(finished: tuple[Path, str]) -> None:

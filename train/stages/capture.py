@@ -20,7 +20,7 @@ from train.context import RunContext
 from train.distributed import World
 from train.engines.inputs import target_inputs, torchspec_inputs, transformers_inputs, vllm_inputs
 from train.stages.data import HELD_OUT
-from train.stages.training.states import (
+from train.stages.states import (
     BATCH_TOKENS,
     arriving_states,
     open_capture,

@@ -28,7 +28,7 @@ from train.evaluation.measure import (
 from train.evaluation.replay import replay_greedily
 from train.evaluation.vllm import decode_in_vllm
 from train.report.results import at_draft_length, warnings_of
-from train.stages.training.building import new_drafter, step_dtype
+from train.stages.building import new_drafter, step_dtype
 from train.stages.vocab import load_projected, load_vocab
 
 

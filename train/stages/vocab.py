@@ -14,8 +14,8 @@ from train.context import RunContext
 from train.drafter.build import projected_rows
 from train.drafter.chosen import ChosenDrafter
 from train.drafter.published import starting_vocab
+from train.stages.continuing import VOCAB, kept_vocab
 from train.stages.data import TOKEN_COUNTS
-from train.stages.training.continuing import VOCAB, kept_vocab
 
 
 def vocab_inputs(context: RunContext) -> dict[str, Any]:

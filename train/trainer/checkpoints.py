@@ -107,6 +107,7 @@ class CheckpointDirectory:
         self.keep = keep
         self.world = world
         self.always_kept: int | None = None  # the step of a checkpoint that no newer one replaces
+        self.saved_step = 0  # of the newest checkpoint that was loaded or begun
         self._copies, self._writer = HostCopies(), ThreadPoolExecutor(1)
         self._writing: _Writing | None = None
         self._finished_best: int | None = None  # the best step of the newest finished checkpoint
@@ -132,6 +133,7 @@ class CheckpointDirectory:
 
         on_main_first(self.world.is_main, prepare)
         copies = self._copies.of(saved_fragments(model_engine, self.world))
+        self.saved_step = state.step
         self._writing = _Writing(
             replace(state),
             weight_shapes(model_engine),
@@ -258,7 +260,9 @@ class CheckpointDirectory:
         saved = read_checked(path / STATE)
         del saved["world_size"]
         restore(model_engine, SavedParts(path))
-        return TrainState(**saved)
+        state = TrainState(**saved)
+        self.saved_step = state.step
+        return state
 
     def _damage(self, path: Path) -> str | None:
         """Return what is wrong with the files that this rank checks: an equal share of them."""

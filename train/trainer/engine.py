@@ -3,7 +3,7 @@
 What is done here and in the files next to this one although DeepSpeed has a part for it, and why:
 
     checkpoints   its own resume with the same ranks and ZeRO stage alone, and run code when they are read
-    clipping      it clips and skips differently at every ZeRO stage, and waits for the device
+    clipping      it clips, and skips steps, differently at every ZeRO stage, and waits for the device
     Muon          its own changes the gradient before the norm is computed, so clipping would see the result
     rounding      at ZeRO 0 in bf16 it accumulates gradients in bf16, and keeps the float32 weights to itself
     the last row  it counts micro-batches, and steps here may have fewer rows on some ranks
@@ -32,8 +32,8 @@ from eagle31.training.step import DepthSums, rollout_loss
 from eagle31.training.teacher_forced import greedy_hits
 from train.distributed import World
 from train.trainer.matrices import is_matrix
-from train.trainer.model_engine import ModelEngine, check_internals, computes_norm
-from train.trainer.optimizer import ClippedAdamW, Muon
+from train.trainer.model_engine import ModelEngine, check_internals
+from train.trainer.optimizer import Muon
 
 # Adam's decay rates and its epsilon: those of EAGLE, and PyTorch's.
 BETAS, EPS = (0.9, 0.95), 1e-8
@@ -129,19 +129,19 @@ def deepspeed_config(
     if offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     elif zero_stage == 2 or (zero_stage == 1 and not bf16):
-        zero["compute_grad_norm"] = False  # `gradient_norm` does, without waiting
+        zero["compute_grad_norm"] = False  # the step does
     return {
         "train_batch_size": micro_batches * world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
         # The mean is taken in bf16 at ZeRO 2, and rounds where the number of ranks is no power of two.
         "gradient_allreduce_op": "mean" if zero_stage == 3 else "sum",
-        "gradient_clipping": 0.0,  # ClippedAdamW clips
+        "gradient_clipping": 0.0,  # the step clips
         # At ZeRO 0 DeepSpeed would accumulate in bf16; there `TrainedModule` rounds float32 weights.
         "bf16": {
             "enabled": bf16 and zero_stage > 0,
             "immediate_grad_update": True,  # frees the bf16 gradient of a weight once it is accumulated
-            "check_grad_overflow": False,  # ClippedAdamW does, and this would wait for the device
+            "check_grad_overflow": False,  # the step does, and this would wait for the device
         },
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
@@ -157,7 +157,6 @@ def initialize_model_engine(
     config: dict[str, Any],
     *,
     lr: float,
-    max_grad_norm: float,
     matrix_lr: float | None = None,
 ) -> deepspeed.DeepSpeedEngine:
     """Wrap the module in a DeepSpeed engine; the process group must exist.
@@ -165,22 +164,18 @@ def initialize_model_engine(
     Args:
         matrix_lr: peak rate of Muon, which then updates the matrices. None: AdamW updates all weights.
     """
-    settings: dict[str, Any] = {
-        "max_grad_norm": max_grad_norm,
-        "lr": lr,
-        "betas": BETAS,
-        "eps": EPS,
-        "weight_decay": 0.0,  # as in EAGLE; PyTorch's default is 0.01
-    }
-    optimizer: ClippedAdamW
+    # EAGLE decays no weights; PyTorch's default is 0.01.
+    settings: dict[str, Any] = {"lr": lr, "betas": BETAS, "eps": EPS, "weight_decay": 0.0}
+    optimizer: torch.optim.AdamW
     matrices, others = split_weights(module.drafter)
     if matrix_lr is None:
-        optimizer = ClippedAdamW(module.parameters(), **settings)
+        groups = [{"params": list(module.parameters()), "lr_ratio": 1.0}]
+        optimizer = torch.optim.AdamW(groups, fused=True, **settings)
     else:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         optimizer = Muon(matrices, others, matrix_lr, device=torch.device(device), **settings)
-    if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
-        ZERO_SUPPORTED_OPTIMIZERS.append(type(optimizer))  # as AdamW is; DeepSpeed compares types
+        if Muon not in ZERO_SUPPORTED_OPTIMIZERS:
+            ZERO_SUPPORTED_OPTIMIZERS.append(Muon)  # as AdamW is; DeepSpeed compares types
     if config["zero_optimization"]["stage"] == 3:
         module.gather_all()
     with redirect_stdout(io.StringIO()):  # DeepSpeed's optimizer for bf16 prints what memory it uses
@@ -192,8 +187,6 @@ def initialize_model_engine(
             config_class=deepspeed.DeepSpeedConfig(config),
         )
     check_internals(model_engine)
-    if computes_norm(config["zero_optimization"]):
-        optimizer.reduced_norm = lambda: model_engine.optimizer._global_grad_norm
     if isinstance(optimizer, Muon):
         optimizer.attach(model_engine, matrices)
     return model_engine
@@ -234,7 +227,7 @@ def release_memory(model_engine: deepspeed.DeepSpeedEngine) -> None:
     held += [
         parameter for group in model_engine.basic_optimizer.param_groups for parameter in group["params"]
     ]
-    model_engine.basic_optimizer.release()
+    model_engine.basic_optimizer.state.clear()
     for parameter in held:
         parameter.grad = None
         parameter.data = parameter.data.new_empty(0)

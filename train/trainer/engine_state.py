@@ -56,6 +56,22 @@ def master_weights(model_engine: deepspeed.DeepSpeedEngine) -> list[Tensor]:
     return list(getattr(optimizer, OF_OPTIMIZER[type(optimizer).__name__][0]))
 
 
+def reduced_gradients(model_engine: deepspeed.DeepSpeedEngine) -> list[Tensor]:
+    """Return the parts of the reduced gradient that this rank updates with, float32.
+
+    Call between a step's last backward pass and the model engine's step.
+    """
+    if not model_engine.zero_optimization():
+        found = [weight.grad for weight in master_weights(model_engine)]
+    elif model_engine.zero_cpu_offload():
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # they are copied on another stream
+        found = [weight.grad for weight in master_weights(model_engine)]
+    else:
+        found = [part for group in model_engine.optimizer.averaged_gradients.values() for part in group]
+    return [gradient for gradient in found if gradient is not None]
+
+
 def refresh_model(model_engine: deepspeed.DeepSpeedEngine) -> None:
     """Round the master weights into the model's. Every rank calls."""
     if not model_engine.zero_optimization():

@@ -30,8 +30,8 @@ from train.context import RunContext
 from train.distributed import World
 from train.drafter.build import frozen_rows
 from train.pipeline import check_drafter
+from train.stages.building import new_drafter
 from train.stages.data import TOKEN_COUNTS
-from train.stages.training.building import new_drafter
 from train.stages.vocab import load_projected, load_vocab, run_vocab, vocab_inputs
 
 CPU = torch.device("cpu")

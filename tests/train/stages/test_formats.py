@@ -19,7 +19,7 @@ from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import World
 from train.pipeline import unfinished_stages
-from train.stages.training.states import training_samples
+from train.stages.states import training_samples
 
 TEMPLATE = """\
 {%- for message in messages -%}

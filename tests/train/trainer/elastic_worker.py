@@ -20,6 +20,7 @@ from eagle31.json_files import read_json
 from tests.train.trainer.tiny_engines import (
     LR,
     MATRIX_LR,
+    MAX_NORM,
     ROW_TOKENS,
     ROWS_PER_STEP,
     new_engine,
@@ -28,9 +29,9 @@ from tests.train.trainer.tiny_engines import (
 from train.distributed import World, gathered, leave_ranks
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.engine import ensure_process_group
-from train.trainer.loop import optimizer_step
 from train.trainer.metrics import WindowSums
 from train.trainer.parts import load_weights, write_part
+from train.trainer.train import optimizer_step
 
 SAVED, STEPS = 2, 4
 KINDS = ("weights", "exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -68,7 +69,7 @@ class Training:
             for step in range(begin, end):
                 window = WindowSums(3, world.device)
                 _, norm = optimizer_step(
-                    self.engine, rows.of_step(step), LR, window, world, with_metrics=False
+                    self.engine, rows.of_step(step), LR, MAX_NORM, window, world, with_metrics=False
                 )
                 found.append([window.metrics(world)["loss"], float(norm)])
             return found, loader.position(end)[1]

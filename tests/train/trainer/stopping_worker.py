@@ -28,15 +28,23 @@ from data.capture.transport.spool import Spool, file_bytes, open_spool
 from data.samples import StateShape
 from eagle31.training.schedule import DraftCosts
 from tests.data.capture.transport.putting import put
-from tests.train.trainer.tiny_engines import LR, ROW_TOKENS, ROWS_PER_STEP, new_engine, random_source
+from tests.train.trainer.tiny_engines import (
+    LR,
+    MAX_NORM,
+    ROW_TOKENS,
+    ROWS_PER_STEP,
+    new_engine,
+    random_source,
+)
 from train.distributed import World, leave_ranks
 from train.stop import Stopped, stop_reasons
 from train.tracking import open_tracker
 from train.trainer.checkpoints import CheckpointDirectory
 from train.trainer.engine import ensure_process_group, full_state, row_groups
 from train.trainer.learning_rate import LearningRate
-from train.trainer.loop import LoopSettings, TrainingLoop
+from train.trainer.settings import LoopSettings
 from train.trainer.skipped import SkippedSteps
+from train.trainer.train import Training, train_loop
 from train.trainer.validation import DriftDiagnosis, ReplayValidation
 
 STEPS, ALL = 6, 10**6
@@ -83,7 +91,7 @@ def train(directory: Path, zero_stage: int, shared: bool, num_answered: int, wor
     checkpoints = CheckpointDirectory(directory / "checkpoints", 2, world)
     state = checkpoints.resume(engine)
     name = f"stopping-{directory.name}-{world.rank}"
-    settings = LoopSettings(STEPS, LearningRate(LR, "linear", 0, STEPS, STEPS), 3, 1, STEPS, 2, 3)
+    settings = LoopSettings(STEPS, LearningRate(LR, "linear", 0, STEPS, STEPS), MAX_NORM, 3, 1, STEPS, 2, 3)
     held_out, last = (SOURCE, ROW_TOKENS), world.rank == world.size - 1
 
     def stop() -> None:
@@ -131,7 +139,7 @@ def train(directory: Path, zero_stage: int, shared: bool, num_answered: int, wor
             executor=ThreadPoolExecutor(1) if shared else None,  # as on a GPU
         )
         with closing(rows):
-            loop = TrainingLoop(
+            training = Training(
                 engine,
                 rows,
                 ReplayValidation(*held_out, 3, 8, world),
@@ -144,9 +152,10 @@ def train(directory: Path, zero_stage: int, shared: bool, num_answered: int, wor
                 world,
             )
             try:
-                state, stopped = loop.run(stop_reason), None
+                train_loop(training, stop_reason)
+                stopped = None
             except Stopped as error:
-                state, stopped = loop.state, error.reason or "another rank"
+                stopped = error.reason or "another rank"
     weights = full_state(engine, keep=True)
     return {
         "step": state.step,

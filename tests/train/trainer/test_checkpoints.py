@@ -7,6 +7,7 @@ from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from train.distributed import World
 from train.stop import Stopped
 from train.trainer.checkpoints import CheckpointDirectory, HostCopies, TrainState
 from train.trainer.learning_rate import LearningRate
-from train.trainer.loop import LoopSettings, TrainingLoop
+from train.trainer.metrics import WindowSums
 from train.trainer.parts import SavedFragment, write_part
+from train.trainer.settings import LoopSettings
+from train.trainer.train import Training, train_loop, validate
 
 WORLD = World(0, 0, 1)
 
@@ -48,27 +51,38 @@ class Engine:
         return {name: weight.clone() for name, weight in self.module.drafter.state_dict().items()}
 
 
-class Loop(TrainingLoop):
-    """The loop with the engine's steps, and no validation."""
+def loop(checkpoints: CheckpointDirectory, state: TrainState, max_steps: int, **changed: Any) -> Training:
+    """What the loop trains with: one row of a step, and no validation."""
+    rate = LearningRate(0.1, "linear", 0, max_steps, max_steps)
+    settings = LoopSettings(max_steps, rate, 1.0, 1, 1, max_steps, 2, 1)
+    loader = SimpleNamespace(
+        read_ahead=lambda step: None,
+        collect_stats=lambda: None,
+        position=lambda step: (0, step),
+        gave_up=False,
+    )
+    rows = SimpleNamespace(loader=loader, of_step=lambda step: step, waited_seconds=0.0)
+    skipped = SimpleNamespace(
+        record=lambda *_: None, collect=lambda wait: [], check=lambda saved: None, num_in_a_row=0
+    )
+    tracker, nothing = SimpleNamespace(log=lambda record: None), SimpleNamespace()
+    given: list[Any] = [rows, nothing, nothing, checkpoints, tracker, skipped, replace(settings, **changed)]
+    return Training(Engine(), *given, state, WORLD)  # type: ignore[arg-type]
 
-    def __init__(self, checkpoints: CheckpointDirectory, state: TrainState, max_steps: int) -> None:
-        rate = LearningRate(0.1, "constant", 0, max_steps, max_steps)
-        settings = LoopSettings(max_steps, rate, 1, 1, max_steps, 2, 1)
-        loader = SimpleNamespace(read_ahead=lambda step: None, collect_stats=lambda: None)
-        skipped = SimpleNamespace(collect=lambda wait: [], check=lambda saved: None, num_in_a_row=0)
-        tracker, nothing = SimpleNamespace(log=lambda record: None), SimpleNamespace()
-        given: list[Any] = [SimpleNamespace(loader=loader), nothing, nothing, checkpoints, tracker, skipped]
-        super().__init__(Engine(), *given, settings, state, WORLD)  # type: ignore[arg-type]
 
-    def _step(self, *, with_metrics: bool) -> bool:
-        stop = self.stop_reason() is not None
-        self.model_engine.train(self.state.step, self.state.step + 1)  # type: ignore[arg-type]
-        self.state.step += 1
-        self.window.num_depths = 1
-        return stop
+def run(training: Training, stop_reason: Callable[[], str | None]) -> None:
+    """Run the loop with the engine's steps, which validates without measuring."""
 
-    def _validate(self) -> None:
-        self.state.best_step = self.state.validated_step = self.state.step
+    def step(engine: Engine, number: int, *given: Any, stop: bool, **_: Any) -> tuple[Any, Tensor]:
+        engine.train(number, number + 1)
+        given[2].num_depths = 1
+        return SimpleNamespace(read=lambda: [4, int(stop), 0]), torch.tensor(1.0)
+
+    def validate(training: Training, _: WindowSums) -> None:
+        training.state.best_step = training.state.validated_step = training.state.step
+
+    with patch.multiple("train.trainer.train", optimizer_step=step, validate=validate):
+        train_loop(training, stop_reason)
 
 
 @pytest.fixture
@@ -147,17 +161,17 @@ def test_the_best_step_is_the_last_with_the_longest_acceptance_and_not_after_ski
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved, state = CheckpointDirectory(tmp_path, 2, WORLD), TrainState()
-    loop, hits = Loop(saved, state, 9), iter([20, 30, 25, 30, 29, 40])
-    stats = lambda module: {1: AcceptanceStats(1, 100, (next(hits),))}  # noqa: E731
-    loop.validation = SimpleNamespace(run=stats)  # type: ignore[assignment]
-    loop.diagnosis = SimpleNamespace(run=lambda module: None)  # type: ignore[assignment]
+    hits, validation, diagnosis = iter([20, 30, 25, 30, 29, 40]), SimpleNamespace(), SimpleNamespace()
+    validation.run = lambda module: {1: AcceptanceStats(1, 100, (next(hits),))}
+    diagnosis.run = lambda module: None
+    training = replace(loop(saved, state, 9), validation=validation, diagnosis=diagnosis)
     monkeypatch.setattr(
-        "train.trainer.loop.full_state", lambda *_, **__: {"w": torch.tensor([float(state.step)])}
+        "train.trainer.train.full_state", lambda *_, **__: {"w": torch.tensor([float(state.step)])}
     )
     chosen = []
     for state.step in range(6):
-        loop.skipped.num_in_a_row = int(state.step == 5)
-        TrainingLoop._validate(loop)
+        training.skipped.num_in_a_row = int(state.step == 5)
+        validate(training, WindowSums(1, WORLD.device))
         chosen.append(state.best_step)
     assert chosen == [0, 1, 1, 3, 3, 3]
     assert state.best_acceptance_length == 1.3
@@ -211,22 +225,18 @@ def test_a_stop_waits_for_both_checkpoints(tmp_path: Path, may_write: Event) -> 
         return "SIGTERM"
 
     with pytest.raises(Stopped):
-        Loop(saved, state, 8).run(stop_reason)
+        run(loop(saved, state, 8), stop_reason)
     assert saved.steps() == [2, 3]
 
 
 def test_a_stop_saves_and_the_run_that_resumes_validates(tmp_path: Path) -> None:
     saved, state = CheckpointDirectory(tmp_path, 2, WORLD), TrainState(best_step=0, validated_step=0)
-    loop = Loop(saved, state, 8)
-    loop.settings = replace(loop.settings, validate_every=3)
     with pytest.raises(Stopped):
-        loop.run(lambda: "SIGTERM" if state.step == 2 else None)
+        run(loop(saved, state, 8, validate_every=3), lambda: "SIGTERM" if state.step == 2 else None)
     resumed = saved.resume(Engine())  # type: ignore[arg-type]
     assert (resumed.step, resumed.validated_step) == (3, 0)
-    after = Loop(saved, resumed, 8)
-    after.settings = loop.settings
     with pytest.raises(Stopped):
-        after.run(lambda: "SIGTERM")
+        run(loop(saved, resumed, 8, validate_every=3), lambda: "SIGTERM")
     assert (resumed.step, resumed.validated_step) == (4, 3)
 
 
@@ -237,7 +247,7 @@ def test_the_loop_finishes_checkpoints_as_it_logs_and_at_its_end(tmp_path: Path)
         found[state.step] = saved.steps()
         idle(saved)
 
-    Loop(saved, state, 5).run(note)
+    run(loop(saved, state, 5), note)
     assert found == {0: [], 1: [], 2: [], 3: [2], 4: [2]}
     assert saved.steps() == [2, 4, 5]
 

@@ -21,7 +21,7 @@ def test_muon_orthogonalizes_the_nesterov_momentum() -> None:
     torch.manual_seed(0)
     tall, wide, norm = (nn.Parameter(torch.randn(shape)) for shape in ((8, 2), (3, 5), (4,)))
     expected = [tall.detach().clone(), wide.detach().clone()]
-    optimizer = Muon([tall, wide], [norm], MATRIX_LR, lr=1e-3, max_grad_norm=1e6, device=torch.device("cpu"))
+    optimizer = Muon([tall, wide], [norm], MATRIX_LR, lr=1e-3, device=torch.device("cpu"))
     momentum = [torch.zeros_like(one) for one in expected]
     for _ in range(STEPS):
         for parameter in (tall, wide, norm):
@@ -33,7 +33,5 @@ def test_muon_orthogonalizes_the_nesterov_momentum() -> None:
             scale = (4**0.5, 1)[index]  # the root of rows per column, where it is above 1
             direction = orthogonalized(0.95 * momentum[index] + 0.05 * gradient)
             expected[index] -= MATRIX_LR * scale * direction
-        optimizer.set_learning_rate(1e-3)
-        optimizer.begin_step(torch.tensor(1.0))
         optimizer.step()
         torch.testing.assert_close([tall.detach(), wide.detach()], expected)

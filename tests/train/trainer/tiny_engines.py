@@ -10,7 +10,7 @@ from train.distributed import World
 from train.trainer.engine import RowGroups, TrainedModule, deepspeed_config, initialize_model_engine
 
 ROWS_PER_STEP, ROW_TOKENS = 4, 48
-LR, MATRIX_LR = 1e-2, 3e-2
+LR, MATRIX_LR, MAX_NORM = 1e-2, 3e-2, 0.5
 
 
 def random_source() -> MemorySource:
@@ -48,6 +48,5 @@ def new_engine(
         module,
         config,
         lr=LR,
-        max_grad_norm=0.5,
         matrix_lr=matrix_lr,
     )

@@ -18,7 +18,7 @@ from tests.train.small_run import RECIPE, arguments, assert_faithful, depends_on
 from tests.train.torchrun import torchrun
 from train.artifact import Artifact
 from train.config.run import Stage
-from train.stages.training.continuing import _parsed, begin_training
+from train.stages.continuing import _parsed, begin_training
 from train.trainer.parts import load_weights
 
 WORKER = "tests/train/stages/runs_worker.py"

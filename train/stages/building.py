@@ -20,7 +20,6 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.model.vocab import DraftVocab
 from eagle31.training.batch import PackedBatch
-from eagle31.training.drift import MIN_STEPS
 from train.config.run import RunConfig, training_seed
 from train.config.training import OptimConfig, Optimizer, Precision
 from train.distributed import World
@@ -30,7 +29,6 @@ from train.plan.memory import trainer_memory, worst_counts
 from train.plan.sizes import trainer_settings
 from train.trainer.engine import RowGroups, TrainedModule, deepspeed_config, initialize_model_engine
 from train.trainer.metrics import Speed
-from train.trainer.validation import DriftDiagnosis
 
 
 def step_dtype(config: RunConfig) -> torch.dtype:
@@ -86,7 +84,6 @@ def new_engine(
             offload_optimizer=config.deepspeed.offload_optimizer,
         ),
         lr=optim.lr,
-        max_grad_norm=optim.max_grad_norm,
         matrix_lr=optim.matrix_lr if optim.name is Optimizer.muon else None,
     )
 
@@ -165,28 +162,16 @@ def row_flops(config: RunConfig, drafter: DrafterConfig) -> Callable[[PackedBatc
     return flops_of
 
 
-def expected_speed(
-    config: RunConfig, world: World, drafter: DrafterConfig, tensors: dict[str, list[int]]
-) -> Speed:
+def expected_speed(config: RunConfig, world: World, drafter: Drafter) -> Speed:
     """Return what logged speed and memory are compared with on this rank's device."""
     if world.device.type != "cuda":
         return Speed()
     memory = trainer_memory(
-        drafter,
-        tensors,
+        drafter.config,
+        {name: list(weight.shape) for name, weight in drafter.named_parameters()},
         trainer_settings(config, world.size),
         worst_counts(config.train),
         "cuda",
     )
     peak_flops = peak_bf16_flops(torch.cuda.get_device_name(world.device))
     return Speed(peak_flops, memory.total)
-
-
-def drift_diagnosis(config: RunConfig, world: World, held_out: HiddenStateSource) -> DriftDiagnosis:
-    """Return what measures drift on held-out samples. Every rank calls."""
-    return DriftDiagnosis(
-        held_out,
-        config.train.row_tokens,
-        max(MIN_STEPS, config.train.ttt_steps, config.evaluate.draft_tokens),
-        world,
-    )

@@ -4,9 +4,9 @@ import pytest
 
 from tests.train.torchrun import composed
 from train.config.training import TrainConfig
-from train.stages.train import loop_settings, steps_of_epochs
 from train.trainer.checkpoints import TrainState
 from train.trainer.metrics import Speed
+from train.trainer.settings import loop_settings, steps_of_epochs
 
 TRAIN = TrainConfig(rows_per_step=8, num_epochs=2)
 
