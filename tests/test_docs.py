@@ -12,6 +12,7 @@ from tests.test_layout import ROOT
 from train.config.compose import FREE_FORM, schema_keys
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+CLUSTERS = sorted((ROOT / "scripts/cluster").glob("*.yaml"))
 
 
 def test_the_site_builds_strictly_and_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
@@ -48,10 +49,10 @@ def code(page: Path) -> str:
     return "\n".join([*blocks, *re.findall(r"`([^`\n]+)`", text)])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *CLUSTERS], ids=lambda page: page.name)
 def test_commands_name_what_exists(page: Path) -> None:
-    text = code(page)
-    for name in re.findall(r"(?<![\w/])(scripts/[\w/]+\w(?:\.py)?)", text):
+    text = code(page) if page.suffix == ".md" else page.read_text()
+    for name in re.findall(r"(?<![\w/])(scripts/[\w/]+\w(?:\.(?:py|sh|yaml))?)", text):
         assert (ROOT / name).exists(), name
     for name in re.findall(r"(?<![\w/])((?:train|data|eagle31|tests)/[\w/]+\.py)", text):
         assert (ROOT / name).is_file(), name
