@@ -10,7 +10,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from eagle31.errors import UserError
 from eagle31.json_files import expecting, file_within, read_json, write_json
-from eagle31.tensor_files import read_header
+from eagle31.tensor_files import read_header, save_tensors
 
 STATE, MANIFEST = "state.json", "manifest.json"
 WEIGHTS = "weights"  # a kind; the others are the optimizer's states
@@ -61,40 +61,25 @@ def write_part(path: Path, fragments: Sequence[SavedFragment]) -> dict[str, int]
     Returns:
         The file's size and checksum, for the manifest.
     """
-    head = _header(fragments)
-    size, checksum = len(head), zlib.crc32(head)
-    with open(path, "wb") as file:  # not a temporary file, whose mode would ignore the umask
-        file.write(head)
-        for fragment in fragments:
-            values = fragment.values.detach()
-            assert values.dtype == torch.float32, fragment.key
-            assert values.dim() == 1, fragment.key
-            content = _bytes_of(values)
-            file.write(content)
-            size, checksum = size + len(content), zlib.crc32(content, checksum)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": size, _CHECKSUM: checksum}
+    assert all(one.values.dtype == torch.float32 and one.values.dim() == 1 for one in fragments)
+    return _write({one.key: one.values.detach() for one in fragments}, path)
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write whole float32 tensors into a safetensors file that any reader of that format reads.
+    """Write whole float32 tensors, on the CPU, into a safetensors file.
 
     Its size and checksum are in a JSON file next to it, for `check_weights`.
     """
-    head = _encoded(_entries([(name, list(one.shape), one.numel()) for name, one in weights.items()]))
-    size, checksum, partial = len(head), zlib.crc32(head), path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as file:
-        file.write(head)
-        for tensor in weights.values():
-            assert tensor.dtype == torch.float32
-            content = _bytes_of(tensor.detach().cpu().contiguous().view(-1))
-            file.write(content)
-            size, checksum = size + len(content), zlib.crc32(content, checksum)
-        file.flush()
+    assert all(one.dtype == torch.float32 for one in weights.values())
+    entry = _write(weights, path)
+    write_checked(path.with_suffix(".json"), {"file": entry})
+
+
+def _write(tensors: Mapping[str, Tensor], path: Path) -> dict[str, int]:
+    save_tensors(tensors, path)
+    with open(path, "rb") as file:
         os.fsync(file.fileno())
-    os.replace(partial, path)
-    write_checked(path.with_suffix(".json"), {"file": {"bytes": size, _CHECKSUM: checksum}})
+    return {"bytes": path.stat().st_size, _CHECKSUM: _file_checksum(path)}
 
 
 def check_weights(path: Path) -> None:
@@ -134,13 +119,10 @@ def check_file(path: Path, expected: Mapping[str, int]) -> None:
         DamagedCheckpoint: it is missing or differs.
     """
     try:
-        size, checksum = path.stat().st_size, 0
+        size = path.stat().st_size
         if size != expected["bytes"]:
             raise DamagedCheckpoint(f"{path} has {size:,} bytes, and {expected['bytes']:,} were written")
-        with open(path, "rb") as file:
-            buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(size, 1))))
-            while count := file.readinto(buffer):
-                checksum = zlib.crc32(buffer[:count], checksum)
+        checksum = _file_checksum(path)
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         raise DamagedCheckpoint(f"{path} {'is missing' if missing else f'cannot be read: {error}'}") from None
@@ -255,24 +237,12 @@ def _bytes_of(values: Tensor) -> memoryview:
     return memoryview(values.numpy().view(np.uint8))  # type: ignore[arg-type]
 
 
-def _header(fragments: Iterable[SavedFragment]) -> bytes:
-    sizes = [(one.key, [one.values.numel()], one.values.numel()) for one in fragments]
-    return _encoded(_entries(sizes))
-
-
-def _entries(sizes: Iterable[tuple[str, list[int], int]]) -> dict[str, Any]:
-    """Return the header's entries of float32 tensors, by name, shape and number of elements."""
-    entries, start = {}, 0
-    for name, shape, count in sizes:
-        entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, start + 4 * count]}
-        start += 4 * count
-    return entries
-
-
-def _encoded(header: Mapping[str, Any]) -> bytes:
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+def _file_checksum(path: Path) -> int:
+    checksum, buffer = 0, memoryview(bytearray(_CHUNK_BYTES))
+    with open(path, "rb") as file:
+        while count := file.readinto(buffer):
+            checksum = zlib.crc32(buffer[:count], checksum)
+    return checksum
 
 
 def _json_checksum(values: Mapping[str, Any]) -> int:
