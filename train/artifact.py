@@ -14,10 +14,12 @@ from typing import Any
 
 from datasets import Dataset, load_from_disk
 
+from data.locks import holder, try_lock
 from eagle31.errors import UserError
 from eagle31.json_files import read_json_object, write_json
 
 MANIFEST = "stage.json"
+LOCK_FILE = ".lock"  # in the output directory
 _STARTED = "started.json"  # when an unfinished stage was started, and how long its earlier starts took
 # How this project, and how safetensors, names what is being written.
 _LEFTOVER = re.compile(r"\..+\.partial|\.tmp\w{6}")
@@ -118,6 +120,23 @@ def _reading(path: Path, remove: Path) -> Iterator[None]:
         reason = error.remedy.partition(";")[0] if isinstance(error, UserError) else error
         remedy = f"It is damaged ({reason}). Delete {remove}: the run's command makes it again."
         raise UserError("file", path, remedy) from error
+
+
+@contextmanager
+def exclusive(output_dir: Path) -> Iterator[None]:
+    """Lock the output directory for this run until it ends.
+
+    Raises:
+        UserError: another run holds it.
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    lock = try_lock(output_dir / LOCK_FILE)
+    if lock is None:
+        who = holder(output_dir / LOCK_FILE)
+        remedy = f"Another run is using this directory: {who}. Wait for it or end it."
+        raise UserError("output_dir", output_dir, remedy)
+    with lock:
+        yield
 
 
 def link_result(output_dir: Path, name: str, result: Path) -> None:

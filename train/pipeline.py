@@ -3,8 +3,8 @@
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,12 @@ import transformers
 from omegaconf import OmegaConf
 
 from data.capture.vllm.environment import check_engine_args, find_python
-from data.locks import holder, try_lock
 from data.store import DamagedShard
 from eagle31.errors import UserError
 from eagle31.export.read import check_weights
 from eagle31.export.write import check_config
 from eagle31.json_files import write_json, write_text
-from train.artifact import MANIFEST, Artifact, check_links, link_result, remove_leftovers
+from train.artifact import MANIFEST, Artifact, check_links, exclusive, remove_leftovers
 from train.config.run import (
     RunConfig,
     Stage,
@@ -35,27 +34,24 @@ from train.engines.servers import server_settings
 from train.launch.start import check_eagle3, check_environment, check_named, check_start, check_store
 from train.plan.earlier import note_settings
 from train.plan.placement import cluster_at_hand
-from train.plan.plan import Plan, check_gpu_memory, make_plan
+from train.plan.plan import check_gpu_memory
 from train.plan.sizes import RunSizes
-from train.plan.table import format_plan, hours_lines, work_lines
-from train.plan.work import data_summary
+from train.plan.table import format_plan
 from train.stages.answers import answers_inputs, check_answers, run_answers
 from train.stages.capture import capture_inputs, run_capture
 from train.stages.continuing import begin_training, link_results
 from train.stages.data import data_inputs, run_data
 from train.stages.evaluate import evaluate_inputs, run_evaluate
-from train.stages.export import export_inputs, run_export
+from train.stages.export import EXPORT, export_inputs, link_export, run_export
+from train.stages.plan import check_amounts, write_plan
 from train.stages.report import run_report
 from train.stages.servers import begin_servers, end_engines, prepare_engines
-from train.stages.train import check_ranks, check_rows, run_train, train_inputs
+from train.stages.train import check_ranks, run_train, train_inputs
 from train.stages.vocab import run_vocab, vocab_inputs
 from train.stop import STOPPED_FILE, Stopped
 from train.tracking import check_wandb
 from train.trainer.learning_rate import with_rates
 from train.versions import git_revision, package_versions
-
-LOCK_FILE = ".lock"  # in the output directory
-_EXPORT = "export"
 
 
 @dataclass(frozen=True)
@@ -65,15 +61,16 @@ class StageRun:
     inputs: Callable[[RunContext], dict[str, Any]]  # returns everything that the result depends on
     run: Callable[[RunContext, Path], dict[str, Any]]  # fills the directory and returns a summary
     every_rank: bool = False  # otherwise rank 0 runs it and the others wait
+    after: Callable[[RunContext], None] | None = None  # what rank 0 does with the result, also a reused one
 
 
 STAGES = {
-    Stage.data: StageRun(data_inputs, run_data, every_rank=True),
+    Stage.data: StageRun(data_inputs, run_data, every_rank=True, after=check_amounts),
     Stage.vocab: StageRun(vocab_inputs, run_vocab),
-    Stage.answers: StageRun(answers_inputs, run_answers),
+    Stage.answers: StageRun(answers_inputs, run_answers, after=check_answers),
     Stage.capture: StageRun(capture_inputs, run_capture, every_rank=True),
     Stage.train: StageRun(train_inputs, run_train, every_rank=True),
-    Stage.export: StageRun(export_inputs, run_export),
+    Stage.export: StageRun(export_inputs, run_export, after=link_export),
     Stage.evaluate: StageRun(evaluate_inputs, run_evaluate),
 }
 
@@ -120,36 +117,22 @@ def run_stages(context: RunContext) -> None:
         begin_servers(context, unfinished)
         training = context.artifacts.get(Stage.train)
         if world.is_main and training is not None and not training.finished:
-            begin_training(
-                context
-            )  # now: a training to continue may delete its checkpoint during other stages
-        for stage in stages:
+            # Now, because a training to continue may delete its checkpoint during other stages.
+            begin_training(context)
+        for stage in [stage for stage in stages if stage in STAGES]:
             if stage in unfinished:
-                definition, artifact = STAGES[stage], context.artifacts[stage]
-                begin_stage(context, stage)
-                started = time.perf_counter() - (artifact.begin() if world.is_main else 0.0)
-                if world.is_main or definition.every_rank:
-                    try:
-                        summary = definition.run(context, artifact.directory)
-                    except DamagedShard as damage:
-                        # On every rank, because the launcher may end rank 0 before it gets here.
-                        reopen_capture(context.artifacts[Stage.capture], damage)
-                        raise
-                    release_memory(context)
-                    seconds = time.perf_counter() - started
-                    if world.is_main:
-                        artifact.finish(seconds, summary)
-                        print(f"{stage.value}: done in {seconds:.1f} s{_shown(summary)}", flush=True)
-                wait_for(artifact.manifest_path)
+                run_stage(context, stage)
                 unfinished.remove(stage)
-            elif stage in STAGES:
+            else:
                 context.reused.add(stage.value)
                 if world.is_main:
                     note_settings(config, stage, context.artifacts[stage].directory)
                     print(f"{stage.value}: reused, {context.artifacts[stage].directory}", flush=True)
             end_engines(context, unfinished)
-            if world.is_main:
-                conclude(context, stage)
+            if world.is_main and (after := STAGES[stage].after) is not None:
+                after(context)
+        if world.is_main and Stage.report in stages:
+            print(run_report(context))
     except Stopped as stopped:
         if world.is_main:  # before the engines end, which takes time that may be up
             stopped.write(context.output_dir)
@@ -157,6 +140,26 @@ def run_stages(context: RunContext) -> None:
     finally:
         context.servers.close()
         context.torchspec.close(together=False)
+
+
+def run_stage(context: RunContext, stage: Stage) -> None:
+    """Run a stage without a result, or wait until rank 0 has. Every rank calls."""
+    definition, artifact, is_main = STAGES[stage], context.artifacts[stage], context.world.is_main
+    begin_stage(context, stage)
+    started = time.perf_counter() - (artifact.begin() if is_main else 0.0)
+    if is_main or definition.every_rank:
+        try:
+            summary = definition.run(context, artifact.directory)
+        except DamagedShard as damage:
+            # On every rank, because the launcher may end rank 0 before it gets here.
+            reopen_capture(context.artifacts[Stage.capture], damage)
+            raise
+        release_memory(context)
+        seconds = time.perf_counter() - started
+        if is_main:
+            artifact.finish(seconds, summary)
+            print(f"{stage.value}: done in {seconds:.1f} s{_shown(summary)}", flush=True)
+    wait_for(artifact.manifest_path)
 
 
 def check_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
@@ -198,7 +201,7 @@ def checked_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
         check_ranks(config, world.size)
     for captures in (False, True):
         context.placement(captures=captures)  # refuses what cannot run on these nodes
-    check_links(context.output_dir, (_EXPORT,))
+    check_links(context.output_dir, (EXPORT,))
     check_environment(config)
     check_eagle3(config)
     check_drafter(context)
@@ -271,25 +274,6 @@ def begin_stage(context: RunContext, stage: Stage) -> None:
         note_settings(context.config, stage, artifact.directory)
 
 
-def conclude(context: RunContext, stage: Stage) -> None:
-    """Do on rank 0 what follows a stage: update the plan, link the export, report."""
-    config = context.config
-    if stage is Stage.data:
-        if stage.value not in context.reused:
-            # The number of tokens is known only now.
-            plan = write_plan(context)
-            lines = [*work_lines(plan.work), *hours_lines(plan.first.hours)]
-            print("plan: " + "; ".join(f"{name} {value}" for name, value in lines), flush=True)
-        if Stage.train in config.stages:
-            check_rows(config, context.artifacts[Stage.data])
-    elif stage is Stage.answers:
-        check_answers(context.artifacts[Stage.answers], config.evaluate.draft_tokens)
-    elif stage is Stage.export:
-        link_result(context.output_dir, _EXPORT, context.artifacts[stage].directory / "checkpoint")
-    elif stage is Stage.report:
-        print(run_report(context))
-
-
 def release_memory(context: RunContext) -> None:
     """Free the GPU memory that a stage used, because the next may start an engine in another process."""
     if torch.cuda.is_available():
@@ -298,37 +282,11 @@ def release_memory(context: RunContext) -> None:
         torch.cuda.empty_cache()
 
 
-@contextmanager
-def exclusive(output_dir: Path) -> Iterator[None]:
-    """Lock the output directory for this run until it ends.
-
-    Raises:
-        UserError: another run holds it.
-    """
-    output_dir.mkdir(parents=True, exist_ok=True)
-    lock = try_lock(output_dir / LOCK_FILE)
-    if lock is None:
-        who = holder(output_dir / LOCK_FILE)
-        remedy = f"Another run is using this directory: {who}. Wait for it or end it."
-        raise UserError("output_dir", output_dir, remedy)
-    with lock:
-        yield
-
-
 def quiet_libraries(world: World) -> None:
     """Show other libraries' progress bars only on rank 0 and on a terminal."""
     if not (world.is_main and sys.stderr.isatty()):
         transformers.utils.logging.disable_progress_bar()
         datasets.disable_progress_bars()
-
-
-def write_plan(context: RunContext, given: Sequence[str] = ()) -> Plan:
-    """Write the plan to the output directory, with what its data is known to have."""
-    data = context.artifacts.get(Stage.data)
-    summary = data_summary(context.config) if data is None else data.summary
-    plan = make_plan(context.config, context.world, summary, given)
-    write_json(context.output_dir / "plan.json", plan.to_json())
-    return plan
 
 
 def write_configuration(config: RunConfig) -> None:

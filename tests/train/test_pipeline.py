@@ -21,11 +21,11 @@ from tests.train.small_run import (
     saved_steps,
 )
 from tests.train.torchrun import run_here, torchrun
-from train.artifact import Artifact
+from train.artifact import Artifact, exclusive
 from train.command import FAILURE, MISTAKE
 from train.config.run import Stage
 from train.context import RunContext
-from train.pipeline import STAGES, StageRun, exclusive, reopen_capture
+from train.pipeline import STAGES, StageRun, reopen_capture
 from train.stages.states import open_store
 from train.stages.train import train_inputs
 

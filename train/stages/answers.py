@@ -10,7 +10,6 @@ from data.conversations.tokenize import save_dataset
 from data.generation.answers import MIN_ANSWER_TOKENS, AnswerGenerator, answer_prompts, record_batch
 from data.sampling import Sampling
 from eagle31.errors import UserError
-from train.artifact import Artifact
 from train.config.run import Stage
 from train.context import RunContext
 from train.engines.inputs import completion_inputs
@@ -42,8 +41,9 @@ def run_answers(context: RunContext, directory: Path) -> dict[str, Any]:
     return summary
 
 
-def check_answers(answers: Artifact, k: int) -> None:
+def check_answers(context: RunContext) -> None:
     """Raise UserError if all held-out completions are too short for a draft, before they are captured."""
+    answers, k = context.artifacts[Stage.answers], context.config.evaluate.draft_tokens
     for name in HELD_OUT:
         rows = answers.dataset(name)
         longest = max(len(row["input_ids"]) - row["num_prompt_tokens"] for row in rows)

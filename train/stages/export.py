@@ -6,6 +6,7 @@ from typing import Any
 from data.target.tokenizer import tokenizer_fingerprint
 from eagle31.export.layouts import Layout, Verifier
 from eagle31.export.write import write_export
+from train.artifact import link_result
 from train.config.run import Stage
 from train.context import RunContext
 from train.drafter.build import frozen_rows
@@ -15,6 +16,8 @@ from train.stages.report import describe_run
 from train.stages.vocab import load_projected, load_vocab
 from train.target import Target
 from train.trainer.checkpoints import CheckpointDirectory
+
+EXPORT = "export"  # in the output directory
 
 
 def export_inputs(context: RunContext) -> dict[str, Any]:
@@ -61,6 +64,11 @@ def run_export(context: RunContext, directory: Path) -> dict[str, Any]:
         print(f"export: WARNING: {warning}", flush=True)
     write_model_card(directory / "checkpoint", run_info, {})
     return {"step": step, "validation_acceptance_length": summary["best_validation_acceptance_length"]}
+
+
+def link_export(context: RunContext) -> None:
+    """Have `export` in the output directory be this run's checkpoint."""
+    link_result(context.output_dir, EXPORT, context.artifacts[Stage.export].directory / "checkpoint")
 
 
 def provenance(target: Target, step: int) -> dict[str, Any]:
