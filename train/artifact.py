@@ -60,13 +60,13 @@ class Artifact:
         """What `finish` wrote."""
         with _reading(self.manifest_path, remove=self.manifest_path):
             content = read_json_object(self.manifest_path)
-            _ = content["facts"].keys(), content["seconds"]
+            _ = content["summary"].keys(), content["seconds"]
             return content
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What the stage returned when it finished: counts and other numbers, called facts in stage.json."""
-        return self.manifest["facts"]
+        """What the stage returned when it finished: counts and other numbers."""
+        return self.manifest["summary"]
 
     def read(self, name: str) -> dict[str, Any]:
         """Return the object in a JSON file of the result. Raise UserError if it is damaged."""
@@ -99,7 +99,7 @@ class Artifact:
         manifest = {
             "stage": self.stage,
             "inputs": self.inputs,
-            "facts": summary,
+            "summary": summary,
             "seconds": round(seconds, 3),
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }

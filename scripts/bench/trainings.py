@@ -48,7 +48,7 @@ from train.evaluation.replay import MAX_DRAFT_TOKENS, replay_greedily
 from train.pipeline import STAGES
 from train.stages.building import new_drafter
 from train.stages.vocab import load_projected, load_vocab
-from train.trainer.parts import STATE, load_weights, read_checked
+from train.trainer.checkpoint_files import STATE, load_weights, read_checked
 
 TARGETS = {"embedded": "quickstart", "smollm2_135m": "smollm2_135m"}  # and their recipes
 COLUMNS = ((0, 4), (0, 7), (1, 4), (1, 7))  # temperatures of the target, and tokens per draft

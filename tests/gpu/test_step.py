@@ -26,7 +26,7 @@ from tests.gpu.runs import Check
 from train.config.compose import composed
 from train.plan.memory import USABLE_FRACTION, trainer_memory
 from train.plan.sizes import RunSizes, trainer_settings
-from train.trainer.engine import ensure_process_group
+from train.trainer.process_groups import ensure_process_group
 
 # Relative to the norm of the reference's gradient; bfloat16 keeps 8 bits of every product and state.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 6e-2}

@@ -19,7 +19,7 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from tests.eagle31.export.exports import drafted
 from tests.eagle31.tiny import VOCAB, tiny_config, tiny_drafter
-from train.trainer.engine import ensure_process_group
+from train.trainer.process_groups import ensure_process_group
 
 CPU = torch.device("cpu")
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 8}

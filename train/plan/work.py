@@ -94,7 +94,7 @@ class Hours:
 def data_summary(config: RunConfig) -> dict[str, Any]:
     """Return the summary of the data that a run with the same settings has made; empty without any."""
     made = [path for path in made_with(config, Stage.data) if (path / MANIFEST).exists()]
-    return read_json(made[-1] / MANIFEST)["facts"] if made else {}
+    return read_json(made[-1] / MANIFEST)["summary"] if made else {}
 
 
 def run_work(sizes: RunSizes, summary: Mapping[str, Any]) -> Work:

@@ -27,8 +27,9 @@ from train.drafter.build import build_drafter
 from train.drafter.chosen import ChosenDrafter
 from train.plan.memory import trainer_memory, worst_counts
 from train.plan.sizes import trainer_settings
-from train.trainer.engine import RowGroups, TrainedModule, deepspeed_config, initialize_model_engine
+from train.trainer.engine import TrainedModule, deepspeed_config, initialize_model_engine
 from train.trainer.metrics import Speed
+from train.trainer.process_groups import RowGroups
 
 
 def step_dtype(config: RunConfig) -> torch.dtype:

@@ -20,9 +20,16 @@ from train.config.training import OptimConfig
 from train.context import RunContext
 from train.drafter.chosen import ChosenDrafter
 from train.engines.inputs import target_inputs
+from train.trainer.checkpoint_files import (
+    MANIFEST,
+    STATE,
+    DamagedCheckpoint,
+    check_file,
+    read_checked,
+    write_checked,
+)
 from train.trainer.checkpoints import CHECKPOINTS, TrainState, best_path, saved_steps
 from train.trainer.learning_rate import with_rates
-from train.trainer.parts import MANIFEST, STATE, DamagedCheckpoint, check_file, read_checked, write_checked
 
 VOCAB = "vocab.safetensors"
 _CONTINUED = "continued"  # the input of a training that continues another

@@ -37,8 +37,9 @@ from train.stages.vocab import load_projected, load_vocab
 from train.stop import stop_reasons, time_limit
 from train.tracking import open_tracker
 from train.trainer.checkpoints import CheckpointDirectory
-from train.trainer.engine import ensure_process_group, release_memory, row_groups
+from train.trainer.engine import release_memory
 from train.trainer.engine_state import weight_shapes
+from train.trainer.process_groups import ensure_process_group, row_groups
 from train.trainer.settings import loop_settings, run_steps
 from train.trainer.skipped import SkippedSteps
 from train.trainer.train import Training, train_loop

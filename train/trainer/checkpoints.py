@@ -16,8 +16,7 @@ from torch import Tensor
 from eagle31.errors import UserError
 from eagle31.tensor_files import load_tensors
 from train.distributed import World, gathered, on_main_first
-from train.trainer.engine_state import optimizer_steps, restore, saved_fragments, weight_shapes
-from train.trainer.parts import (
+from train.trainer.checkpoint_files import (
     MANIFEST,
     STATE,
     DamagedCheckpoint,
@@ -30,6 +29,7 @@ from train.trainer.parts import (
     write_part,
     write_weights,
 )
+from train.trainer.engine_state import optimizer_steps, restore, saved_fragments, weight_shapes
 
 CHECKPOINTS = "checkpoints"  # in the directory of a training
 _PIECE = 1 << 23  # elements
@@ -96,8 +96,8 @@ class CheckpointDirectory:
     The best weights of the newest checkpoint stay until the next one is finished: a training that is killed
     may find others when it resumes.
 
-    A checkpoint has a file of each rank that wrote it, in the form of `train.trainer.parts`, and any
-    number of ranks reads it. What is damaged is found by its checksum.
+    A checkpoint has a file of each rank that wrote it (`checkpoint_files.py`), and any number of ranks reads
+    it. What is damaged is found by its checksum.
 
     One thread of each rank writes and removes its files; it takes part in no collective operation.
     """

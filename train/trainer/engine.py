@@ -11,10 +11,8 @@ What is done here and in the files next to this one although DeepSpeed has a par
 
 import copy
 import io
-import os
 from contextlib import AbstractContextManager, redirect_stdout
-from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed
 import torch
@@ -30,15 +28,12 @@ from eagle31.training.drift import Drift, DriftRows, measure_drift
 from eagle31.training.schedule import RolloutSchedule
 from eagle31.training.step import DepthSums, rollout_loss
 from eagle31.training.teacher_forced import greedy_hits
-from train.distributed import World
+from train.trainer.engine_state import check_internals
 from train.trainer.matrices import is_matrix
-from train.trainer.model_engine import ModelEngine, check_internals
 from train.trainer.optimizer import Muon
 
 # Adam's decay rates and its epsilon: those of EAGLE, and PyTorch's.
 BETAS, EPS = (0.9, 0.95), 1e-8
-# How long a rank may hold up the others: longer than a checkpoint to a slow disk takes.
-TIMEOUT_MINUTES = 30.0
 
 
 class TrainedModule(nn.Module):
@@ -107,6 +102,18 @@ class TrainedModule(nn.Module):
     def gathered(self) -> AbstractContextManager[None]:
         """Keep all weights on every rank, which ZeRO 3 partitions. Every rank enters."""
         return deepspeed.zero.GatheredParameters(list(self.parameters()))
+
+
+class ModelEngine(deepspeed.DeepSpeedEngine):
+    """DeepSpeed's engine with the same optimizer for ZeRO 1 as for ZeRO 2.
+
+    The one that DeepSpeed has for ZeRO 1 in bf16 takes no step whose gradient is zero or not finite.
+    """
+
+    def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        zero = self._configure_zero_optimizer(optimizer)
+        zero.compute_grad_norm = False  # the step does, without waiting for the device
+        return zero
 
 
 def deepspeed_config(
@@ -231,58 +238,6 @@ def release_memory(model_engine: deepspeed.DeepSpeedEngine) -> None:
     for parameter in held:
         parameter.grad = None
         parameter.data = parameter.data.new_empty(0)
-
-
-def ensure_process_group(wait_seconds: float = 0.0) -> None:
-    """Initializes DeepSpeed's process group on nccl or gloo; a single process needs no torchrun.
-
-    Args:
-        wait_seconds: how long a rank may wait for states while the others wait for it.
-    """
-    timeout = _timeout(wait_seconds)
-    # At the time limit PyTorch's flight recorder writes which operations each rank has begun.
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    if not torch.cuda.is_available():
-        # DeepSpeed uses it for inference only and would compile it for over a minute at its first start.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if World.from_environment().num_nodes == 1:
-        # Otherwise gloo listens at the address of the host's name, where other machines reach it.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    alone = "RANK" not in os.environ
-    if alone:
-        os.environ["LOCAL_RANK"] = "0"  # DeepSpeed requires it
-    if not dist.is_initialized():
-        if alone:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout)
-
-
-class RowGroups(NamedTuple):
-    """The ranks that share rows with this one."""
-
-    on_device: dist.ProcessGroup
-    on_host: dist.ProcessGroup
-
-
-def row_groups(row_ranks: int, wait_seconds: float = 0.0) -> RowGroups | None:
-    """Divide the ranks into groups that share rows; None where each has its own. Every rank calls.
-
-    Args:
-        wait_seconds: that of `ensure_process_group`.
-    """
-    if row_ranks == 1:
-        return None
-    groups = (
-        dist.new_subgroups(row_ranks, backend=backend, timeout=_timeout(wait_seconds))[0]
-        for backend in (dist.get_backend(), "gloo")
-    )
-    return RowGroups(*groups)
-
-
-def _timeout(wait_seconds: float) -> timedelta:
-    return timedelta(minutes=TIMEOUT_MINUTES, seconds=wait_seconds)
 
 
 class DrafterWithoutHooks:

@@ -20,7 +20,7 @@ from eagle31.model.shapes import GqaShape, MlaShape
 from eagle31.training.rollout import CHUNK_ROWS
 from tests.gpu.engine import build_engine, random_row, update
 from train.plan.memory import TrainerSettings, trainer_memory
-from train.trainer.engine import ensure_process_group
+from train.trainer.process_groups import ensure_process_group
 
 CPU = torch.device("cpu")
 

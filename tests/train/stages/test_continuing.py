@@ -19,7 +19,7 @@ from tests.train.torchrun import torchrun
 from train.artifact import Artifact
 from train.config.run import Stage
 from train.stages.continuing import _parsed, begin_training
-from train.trainer.parts import load_weights
+from train.trainer.checkpoint_files import load_weights
 
 WORKER = "tests/train/stages/runs_worker.py"
 TRAIN = "stages=[data,vocab,answers,capture,train]"
@@ -117,7 +117,7 @@ def test_an_extended_training_equals_one_that_was_longer_from_the_start(runs: Ru
     for name, value in extended.items():
         assert torch.equal(value, whole[name]), name
     # The first training's result is as it was.
-    assert read_json(first / "stage.json")["facts"]["steps"] == 8
+    assert read_json(first / "stage.json")["summary"]["steps"] == 8
     assert read_json(first / "checkpoints" / "step-00000008" / "state.json")["continued_at"] == 0
 
 
@@ -133,7 +133,7 @@ def test_a_warm_down_is_branched_off_into_another_directory(runs: Runs) -> None:
     rates = [record["learning_rate"] for record in ours]
     # A fifth of twelve steps, rounded up.
     assert rates[8:] == pytest.approx([3e-3, 3e-3, 2e-3, 1e-3])
-    assert read_json(trained / "stage.json")["facts"]["continued_at"] == 8
+    assert read_json(trained / "stage.json")["summary"]["continued_at"] == 8
     assert_faithful(runs.root / "branch")
     assert (runs.root / "branch" / "export" / "model.safetensors").is_file()
 

@@ -46,8 +46,8 @@ def test_a_run_reads_the_store_of_another_from_object_storage(
         [captured] = directory.glob("artifacts/capture-*")
         # Only the held-out states are captured here.
         assert not (captured / "train").exists()
-        expected = read_json(_store_of(finished[0]).parent / "stage.json")["facts"]
-        found = read_json(captured / "stage.json")["facts"]
+        expected = read_json(_store_of(finished[0]).parent / "stage.json")["summary"]
+        found = read_json(captured / "stage.json")["summary"]
         assert {name: found[name] for name in ("num_samples", "num_tokens")} == {
             name: expected[name] for name in ("num_samples", "num_tokens")
         }

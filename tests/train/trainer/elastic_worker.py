@@ -27,10 +27,10 @@ from tests.train.trainer.tiny_engines import (
     random_source,
 )
 from train.distributed import World, gathered, leave_ranks
+from train.trainer.checkpoint_files import load_weights, write_part
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
-from train.trainer.engine import ensure_process_group
 from train.trainer.metrics import WindowSums
-from train.trainer.parts import load_weights, write_part
+from train.trainer.process_groups import ensure_process_group
 from train.trainer.train import optimizer_step
 
 SAVED, STEPS = 2, 4

@@ -33,11 +33,12 @@ from tests.train.trainer.tiny_engines import (
 )
 from train.distributed import World, leave_ranks, sum_over_ranks, wait_for_ranks
 from train.tracking import flatten_metrics
-from train.trainer import engine as engine_module
-from train.trainer.engine import RowGroups, ensure_process_group, full_state, row_groups
+from train.trainer import process_groups
+from train.trainer.engine import full_state
 from train.trainer.engine_state import master_weights
 from train.trainer.matrices import is_matrix
 from train.trainer.metrics import WindowSums
+from train.trainer.process_groups import RowGroups, ensure_process_group, row_groups
 from train.trainer.train import optimizer_step
 from train.trainer.validation import DriftDiagnosis, ReplayValidation
 
@@ -189,7 +190,7 @@ def main() -> None:
     group = dist.group.WORLD
     assert group is not None
     assert group._get_backend(world.device).options._timeout == timedelta(
-        minutes=engine_module.TIMEOUT_MINUTES
+        minutes=process_groups.TIMEOUT_MINUTES
     )
     # What two processes are compared with is of one process.
     fp32, bf16, muon = ((0, 2, 3), (1, 3), (2, 3)) if world.size > 1 else ((0,), (1,), (0,))

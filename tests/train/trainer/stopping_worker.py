@@ -40,8 +40,9 @@ from train.distributed import World, leave_ranks
 from train.stop import Stopped, stop_reasons
 from train.tracking import open_tracker
 from train.trainer.checkpoints import CheckpointDirectory
-from train.trainer.engine import ensure_process_group, full_state, row_groups
+from train.trainer.engine import full_state
 from train.trainer.learning_rate import LearningRate
+from train.trainer.process_groups import ensure_process_group, row_groups
 from train.trainer.settings import LoopSettings
 from train.trainer.skipped import SkippedSteps
 from train.trainer.train import Training, train_loop

@@ -17,10 +17,10 @@ from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.errors import UserError
 from train.distributed import World
 from train.stop import Stopped
+from train.trainer.checkpoint_files import SavedFragment, write_part
 from train.trainer.checkpoints import CheckpointDirectory, HostCopies, TrainState
 from train.trainer.learning_rate import LearningRate
 from train.trainer.metrics import WindowSums
-from train.trainer.parts import SavedFragment, write_part
 from train.trainer.settings import LoopSettings
 from train.trainer.train import Training, train_loop, validate
 

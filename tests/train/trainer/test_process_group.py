@@ -10,7 +10,7 @@ from tests.train.launch.machines import SEPARATE, Machine, namespaces, require_n
 PROGRAM = """
 import socket, struct, sys
 sys.path.insert(0, sys.argv[1])
-from train.trainer.engine import ensure_process_group
+from train.trainer.process_groups import ensure_process_group
 ensure_process_group()
 for line in open("/proc/self/net/tcp"):
     address, state = line.split()[1], line.split()[3]

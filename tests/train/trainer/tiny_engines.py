@@ -7,7 +7,8 @@ import torch
 from tests.data.batches.memory_source import MemorySource, random_sample
 from tests.eagle31.tiny import tiny_config, tiny_drafter
 from train.distributed import World
-from train.trainer.engine import RowGroups, TrainedModule, deepspeed_config, initialize_model_engine
+from train.trainer.engine import TrainedModule, deepspeed_config, initialize_model_engine
+from train.trainer.process_groups import RowGroups
 
 ROWS_PER_STEP, ROW_TOKENS = 4, 48
 LR, MATRIX_LR, MAX_NORM = 1e-2, 3e-2, 0.5

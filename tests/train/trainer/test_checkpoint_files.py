@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from eagle31.errors import UserError
 from train.distributed import World
-from train.trainer.checkpoints import CheckpointDirectory, TrainState
-from train.trainer.parts import (
+from train.trainer.checkpoint_files import (
     MANIFEST,
     STATE,
     DamagedCheckpoint,
@@ -22,6 +21,7 @@ from train.trainer.parts import (
     write_checked,
     write_part,
 )
+from train.trainer.checkpoints import CheckpointDirectory, TrainState
 
 SHAPES = {"fc.weight": [6, 5], "norm.weight": [7], "layers.0.mlp.up_proj.weight": [4, 3]}
 KINDS = ("weights", "exp_avg")

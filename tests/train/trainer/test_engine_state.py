@@ -5,7 +5,7 @@ import pytest
 from torch import nn
 
 from eagle31.errors import UserError
-from train.trainer.model_engine import check_internals
+from train.trainer.engine_state import check_internals
 
 
 class DeepSpeedZeroOptimizer:
