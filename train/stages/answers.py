@@ -13,7 +13,8 @@ from eagle31.errors import UserError
 from train.config.run import Stage
 from train.context import RunContext
 from train.engines.inputs import completion_inputs
-from train.stages.data import HELD_OUT, HELD_OUT_INPUTS, open_generator
+from train.stages.data import HELD_OUT, HELD_OUT_INPUTS
+from train.stages.writing import open_generator
 from train.target import Target
 
 

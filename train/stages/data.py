@@ -6,10 +6,7 @@ The first process of each other node has its part of the answers written.
 import math
 import os
 import shutil
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +17,23 @@ from datasets import Dataset, load_from_disk
 
 from data.capture.tokens import token_batches, tokens_fingerprint
 from data.conversations.augmentation import AugmentedConversations
-from data.conversations.mixing import mix, mixed_training, print_left_out, remove_tables
+from data.conversations.mixing import mix, mixed_training, remove_tables
 from data.conversations.perturbation import template_source
 from data.conversations.preformatted import SplitText, text_splitter
 from data.conversations.prompts import prompt_messages, render_prompt
 from data.conversations.schemas import Conversation, Conversations
 from data.conversations.table import Selection
-from data.conversations.template import TemplateRefused, surviving
+from data.conversations.template import TemplateRefused
 from data.conversations.tokenize import Enough, check_refused, save_dataset, tokenize
 from data.conversations.trial import try_rendering
-from data.conversations.workers import isolated
-from data.generation.answers import AnswerGenerator
-from data.generation.hf import transformers_generator
-from data.generation.regenerate import regenerate
-from data.generation.self_prompts import UserTurn, user_turn, write_self_prompts
-from data.generation.vllm import VllmGenerator
-from data.sampling import Sampling
 from data.target.tokenizer import check_ids, tokenizer_fingerprint
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
 from eagle31.tensor_files import save_tensors
 from train.config.data import SELF, DataConfig
 from train.config.run import RunConfig
-from train.config.target import TargetEngine
 from train.context import RunContext
-from train.distributed import read_when_set, shared_values, wait_for
-from train.engines.inputs import completion_inputs
+from train.distributed import read_when_set, shared_values
 from train.stages.sources import (
     Located,
     evaluation_source,
@@ -54,12 +42,13 @@ from train.stages.sources import (
     source_inputs,
     training_sources,
 )
+from train.stages.writing import print_refused, regenerated, self_inputs, write_prompts, written_inputs
 from train.target import Target
 
 HELD_OUT = ("validation", "test")
 TOKEN_COUNTS = "token_counts.safetensors"  # of the assistant's tokens, by id
 SELF_PROMPTS = "self_prompts.jsonl"
-_TOKENIZED = "tokenized"
+ANSWERS, _TOKENIZED = "regenerated", "tokenized"
 # Names in `data_inputs` of what the held-out prompts depend on.
 HELD_OUT_INPUTS = {"train", "eval", "columns", "tokenizer", "template", "eos_token_ids", "held_out", "seed"}
 # Conversations that are tokenized whatever data.max_samples is: the draft vocabulary counts their tokens.
@@ -74,7 +63,7 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
     data = context.config.data
     evaluation = evaluation_source(data, context.target.located)
     inputs: dict[str, Any] = {
-        "train": source_inputs(context.config, context.target.located, _self_inputs(context)),
+        "train": source_inputs(context.config, context.target.located, self_inputs(context)),
         "eval": evaluation and evaluation.fingerprint(),
         "columns": [data.prompt_column, data.response_column],
         "tokenizer": tokenizer_fingerprint(context.target.tokenizer),
@@ -95,37 +84,8 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
     if data.regenerate.enabled:
         settings = asdict(data.regenerate)
         del settings["batch_size"]
-        inputs["regenerate"] = settings | _completion_inputs(context)
+        inputs["regenerate"] = settings | written_inputs(context)
     return inputs
-
-
-def _self_inputs(context: RunContext) -> dict[str, Any] | None:
-    """Return what the prompts that the target writes depend on; None for a run that reads its prompts."""
-    data = context.config.data
-    if data.train != SELF:
-        return None
-    return asdict(data.self_prompts) | asdict(_user_turn(context)) | _completion_inputs(context)
-
-
-def _completion_inputs(context: RunContext) -> dict[str, Any]:
-    """Return what the target's completions depend on apart from prompts and sampling settings."""
-    config = context.config
-    found = completion_inputs(config.target, context.target.parts, config.vllm.engine_args)
-    if config.target.engine is TargetEngine.hf:  # a sampled completion depends on its batch
-        found["batch_size"] = config.data.regenerate.batch_size
-    return found
-
-
-def _user_turn(context: RunContext) -> UserTurn:
-    """Return where the target writes its prompts; its template is tried in another process."""
-    data, target = context.config.data, context.target
-    system_prompt, eos_token_ids = data.self_prompts.system_prompt, target.eos_token_ids
-    with surviving(target.tokenizer):
-        turn = isolated(
-            partial(user_turn, target.tokenizer, system_prompt, target.template_kwargs, eos_token_ids)
-        )
-    check_ids(target.tokenizer, [*turn.prompt, *turn.stop_token_ids], target.parts.vocab_size)
-    return turn
 
 
 def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
@@ -134,10 +94,10 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     if not context.world.is_main:
         if data.regenerate.enabled and context.world.leads_node:
             read_when_set(shared_values(), str(directory), math.inf)
-            _regenerated(context, mixed_training(directory), directory)
+            regenerated(context, _asked(context.config, mixed_training(directory)), directory / ANSWERS)
         return {}
     if data.train == SELF and not (directory / SELF_PROMPTS).exists():
-        _write_self_prompts(context, directory / SELF_PROMPTS)
+        write_prompts(context, directory / SELF_PROMPTS)
 
     def located(source: str, evaluation: bool) -> str:
         own = source == SELF
@@ -157,11 +117,11 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
         _check_templates(data, context.target, conversations[0])
     if data.regenerate.enabled:
         shared_values().set(str(directory), "")
-        dataset = _regenerated(context, conversations, directory)
+        dataset = regenerated(context, _asked(context.config, conversations), directory / ANSWERS)
         assert dataset is not None
         save_dataset(dataset, directory / _TOKENIZED)
         summary |= _sizes(dataset)
-        for path in directory.glob("regenerated/*.arrow"):  # the answers stay, which cost more
+        for path in (directory / ANSWERS).glob("*.arrow"):  # the answers stay, which cost more
             path.unlink()
     else:
         enough = None
@@ -181,7 +141,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
             vocab_size=context.target.parts.vocab_size,
             enough=enough,
             progress=True,
-            on_refused=_print_refused,
+            on_refused=print_refused,
         )
         summary |= asdict(report)
     remove_tables(directory)
@@ -225,35 +185,6 @@ def _try_rendering(data: DataConfig, target: Target, located: Located, split_tex
         print(f"data: {note}", flush=True)
 
 
-def _write_self_prompts(context: RunContext, output: Path) -> None:
-    """Have the target write the prompts of all conversations."""
-    settings, turn = context.config.data.self_prompts, _user_turn(context)
-    sampling = Sampling(
-        max_new_tokens=settings.max_new_tokens,
-        stop_token_ids=turn.stop_token_ids,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        seed=context.config.seed,
-    )
-    with open_generator(context) as generator:
-        write_self_prompts(
-            generator,
-            context.target.tokenizer,
-            turn,
-            sampling,
-            num=settings.num,
-            system_prompt=settings.system_prompt,
-            output=output,
-            model_fingerprint=context.target.parts.fingerprint,
-            title="prompts",
-            progress=True,
-        )
-
-
-def _print_refused(refused: Sequence[tuple[str, str]]) -> None:
-    print_left_out("conversations are rejected by the chat template", refused)
-
-
 def _held_out_prompts(
     config: RunConfig, target: Target, held_out: list[Conversation]
 ) -> dict[str, list[dict]]:
@@ -273,7 +204,7 @@ def _held_out_prompts(
             said = {"messages": list(conversation.messages), "tools": conversation.tools}
             rendered.append({"id": conversation.id, "input_ids": list(ids), **said})
     if refusals:
-        _print_refused(refusals)
+        print_refused(refusals)
         if not rendered:
             check_refused(refusals, len(held_out))
     num_validation = round(len(rendered) * data.num_validation / (data.num_validation + data.num_test))
@@ -298,6 +229,13 @@ def _prompt_room(config: RunConfig) -> int:
     return config.train.row_tokens - config.evaluate.max_new_tokens
 
 
+def _asked(config: RunConfig, conversations: Selection) -> Conversations:
+    """Return what the target answers: all conversations, in the order from which `data.max_samples` takes."""
+    shuffled = config.data.max_samples is not None
+    some = conversations.shuffled(config.seed) if shuffled else conversations
+    return _augmented(config.data, config.seed, some)
+
+
 def _augmented(data: DataConfig, seed: int, conversations: Conversations) -> Conversations:
     if not data.template_probability:
         return conversations
@@ -317,53 +255,6 @@ def _check_templates(data: DataConfig, target: Target, example: Conversation) ->
         except TemplateRefused as refused:
             remedy = f"Set it to 0: the template {name} cannot be used. {refused.remedy}"
             raise UserError("data.template_probability", data.template_probability, remedy) from None
-
-
-def _regenerated(context: RunContext, conversations: Selection, directory: Path) -> Dataset | None:
-    """Have this node's blocks of conversations answered; return all samples on rank 0."""
-    settings, target, world = context.config.data.regenerate, context.target, context.world
-    seed, limit = context.config.seed, context.config.data.max_samples
-    if limit is not None:
-        conversations = conversations.shuffled(seed)
-    given = {} if settings.temperature is None else {"temperature": settings.temperature}
-    sampling = Sampling(
-        max_new_tokens=settings.max_new_tokens,
-        stop_token_ids=target.eos_token_ids,
-        seed=context.config.seed,
-        **(given or target.parts.sampling),
-    )
-    with open_generator(context, everywhere=False) as generator:
-        return regenerate(
-            _augmented(context.config.data, seed, conversations),
-            context.target.tokenizer,
-            generator,
-            sampling,
-            model_fingerprint=context.target.parts.fingerprint,
-            max_tokens=context.config.data.max_tokens,
-            template_kwargs=context.target.template_kwargs,
-            directory=directory / "regenerated",
-            on_refused=_print_refused,
-            max_samples=limit,
-            driver=world.node_rank,
-            num_drivers=world.num_nodes,
-            wait_for=wait_for,
-            progress=world.is_main,
-        )
-
-
-def open_generator(context: RunContext, everywhere: bool = True) -> AbstractContextManager[AnswerGenerator]:
-    """Open the engine that writes the target's completions; what it holds is free at the end.
-
-    Args:
-        everywhere: whether this process alone sends to the servers of all nodes. Otherwise the first process
-            of each node sends.
-    """
-    if context.config.target.engine is TargetEngine.hf:
-        batch_size = context.config.data.regenerate.batch_size
-        return transformers_generator(context.target.spec, context.world.device, batch_size)
-    servers, expected = context.servers, context.captured_target.expected_states()
-    clients = servers.clients(everywhere, senders=1)
-    return closing(VllmGenerator(clients, expected, servers.patience_seconds))
 
 
 def _sizes(dataset: Dataset) -> dict[str, int]:
