@@ -3,14 +3,15 @@
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
 from data.conversations.template import FIELD, Messages, Template, TemplateRefused, decode
 from data.conversations.thoughts import after_prompted_thought, prompted_thought
-from data.conversations.token_bytes import token_ends
+from data.conversations.token_bytes import normalized, token_ends
 
 _NUM_EXCERPT_CHARACTERS = 40
 _THINKING = re.compile(r"(?<![\w.'\"])(enable_)?thinking\b")  # an argument, not the key of a message
@@ -23,13 +24,18 @@ class Encoded:
 
     text: str
     ids: list[int]  # [N]
-    ends: list[int] | None  # [N]
+    ends: list[int] | None  # [N], in the text that `normalize` returns
+    normalize: Callable[[str], str]
 
 
-def encoded(template: Template, text: str, ids: list[int] | None = None) -> Encoded:
-    """Return the tokens of a text; `ids` are its tokens where they are known."""
-    ids = template.encode(text) if ids is None else ids
-    return Encoded(text, ids, token_ends(template.tokenizer, text, ids))
+def encoded(template: Template, text: str) -> Encoded:
+    """Return the tokens of a text."""
+    ids = template.encode(text)
+    for normalize in (str, partial(normalized, template.tokenizer)):
+        ends = token_ends(template.tokenizer, normalize(text), ids)
+        if ends is not None:
+            break
+    return Encoded(text, ids, ends, normalize)
 
 
 def served_text(template: Template, messages: Messages, prompt: str, written: str) -> str:
@@ -73,7 +79,7 @@ def boundary(template: Template, full: Encoded, character: int) -> tuple[int, in
     """
     text = full.text[:character]
     if full.ends is not None:
-        position = len(text.encode(errors="replace"))
+        position = len(full.normalize(text).encode(errors="replace"))
         before = bisect_right(full.ends, position)
         is_exact = not position or (before > 0 and full.ends[before - 1] == position)
         return before, before if is_exact else before + 1

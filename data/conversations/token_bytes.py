@@ -28,6 +28,12 @@ def token_ends(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]
     return ends if end == len(content) else None
 
 
+def normalized(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Return the text that a tokenizer reads, such as NFC, with which Qwen's joins letters and accents."""
+    normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
+    return normalizer.normalize_str(text) if normalizer is not None else text
+
+
 @lru_cache(maxsize=4)
 def _bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
     """Return the bytes of each token id, as byte-level tokenizers or as SentencePiece's have them."""
