@@ -27,6 +27,8 @@ from train.report.results import (
 )
 
 CARD = "README.md"
+# vLLM's package for CPUs has no working `vllm` command.
+_ON_CPU = "-m vllm.entrypoints.openai.api_server --gpu-memory-utilization 0.4 --enforce-eager --model"
 DRAFT_TOKENS = 3  # tokens per draft in the serve command when nothing was evaluated
 
 
@@ -82,6 +84,7 @@ def model_card(
         serve=serve_command(target, drafter, k, layout.value),
         architecture=architecture,
         layout=layout.value,
+        on_cpu=_ON_CPU,
         engines=serving_engines(architecture),
         unserved=unserved(architecture, layout),
         target_is_local=target != run_info["target"],
@@ -91,13 +94,24 @@ def model_card(
     )
 
 
-def serve_command(target: str, drafter: str, draft_tokens: int, layout: str = Layout.vllm.value) -> str:
+def serve_command(
+    target: str,
+    drafter: str,
+    draft_tokens: int,
+    layout: str = Layout.vllm.value,
+    *,
+    on_cpu: bool = False,
+) -> str:
     """Return the serve command. An export in speculators' layout names its target itself.
 
     vLLM 0.33 takes the target's name from there only where it is a repository of the Hub.
+
+    Args:
+        on_cpu: for the environment that scripts/setup/vllm makes on a machine without a GPU.
     """
+    vllm = f'"$(scripts/setup/vllm --print)" {_ON_CPU}' if on_cpu else "vllm serve"
     if layout == Layout.speculators.value and is_hub_id(target):
-        return f"vllm serve {shlex.quote(drafter)}"
+        return f"{vllm} {shlex.quote(drafter)}"
     if layout == Layout.sglang.value:
         return (
             f"python -m sglang.launch_server --model-path {shlex.quote(target)} "
@@ -106,7 +120,7 @@ def serve_command(target: str, drafter: str, draft_tokens: int, layout: str = La
             f"--speculative-num-draft-tokens {draft_tokens + 1}"
         )
     speculative = {"model": drafter, "method": "eagle3", "num_speculative_tokens": draft_tokens}
-    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))}"
+    return f"{vllm} {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))}"
 
 
 def _front_matter(run_info: dict[str, Any]) -> str:

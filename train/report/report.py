@@ -97,6 +97,7 @@ def write_page(output_dir: Path) -> Path:
             str(run_info["export"]),
             evaluation.get("k", DRAFT_TOKENS),
             run_info.get("layout", Layout.vllm.value),
+            on_cpu=run_info.get("device") == "cpu",
         ),
     )
     path = Path(output_dir) / "report" / "index.html"

@@ -52,6 +52,7 @@ def describe_run(context: RunContext) -> dict[str, Any]:
         "num_tokens": captured.get("num_tokens", {}).get("train", data.get("num_tokens")),
         "ttt_steps": config.train.ttt_steps,
         "layout": config.export.layout.value,
+        "device": context.world.device.type,
         "steps": training["steps"],
         "best_step": training["best_step"],
         "regenerated": config.data.regenerate.enabled,

@@ -86,6 +86,12 @@ def test_drift_is_shown_where_it_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_the_serve_command_of_a_run_without_a_gpu(tmp_path: Path) -> None:
+    page = report(tmp_path, [], {}, device="cpu")
+    assert "--gpu-memory-utilization 0.4 --enforce-eager --model /home/someone/" in page.text
+    assert "vllm serve" not in page.text
+
+
 def test_page_shows_names_as_text(tmp_path: Path) -> None:
     assert "script" not in report(tmp_path, [], {}, target="<script>alert(1)</script>").tags
 
