@@ -73,7 +73,8 @@ class Checkpoint:
             reason = " ".join(str(error).split())
             if isinstance(error, StrictDataclassError):
                 config = f"{self.path}/config.json"
-                raise UserError("target.model", config, f"transformers refuses it: {reason}") from error
+                remedy = f"transformers refuses it: {reason}; correct it, or download it again."
+                raise UserError("target.model", config, remedy) from error
             if not isinstance(error, OSError | ValueError | ImportError):
                 raise
             raise UserError("target.model", self.model, f"The model cannot be loaded: {reason}") from error

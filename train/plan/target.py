@@ -18,6 +18,7 @@ from data.target.architecture import (
 )
 from data.target.loading import load_cached_config, load_config
 from data.target.spec import TargetSpec
+from eagle31.errors import UserError
 from train.config.run import RunConfig
 from train.config.target import EMBEDDED, TargetConfig
 
@@ -45,10 +46,14 @@ def planned_config(target: TargetConfig) -> PreTrainedConfig:
     """Return the config.json on this machine, else the recipe's target.architecture, else the Hub's.
 
     Raises:
-        UserError: there is neither, or transformers cannot read them.
+        UserError: there is none, or transformers cannot read them.
     """
     architecture = target.architecture
     if target.model == EMBEDDED:
+        if not architecture:
+            raise UserError(
+                "target.model", EMBEDDED, "Its shape is in the quickstart: give recipe=quickstart."
+            )
         return from_architecture(architecture)
     spec = TargetSpec(target.model, target.revision, trust_remote_code=target.trust_remote_code)
     found = load_cached_config(spec)

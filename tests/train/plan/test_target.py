@@ -2,6 +2,7 @@
 
 import pytest
 
+from eagle31.errors import UserError
 from tests.train.torchrun import composed
 from train.plan.sizes import RunSizes
 from train.plan.target import Parallelism, ServerMemory, longest_prompt, server_memory
@@ -10,6 +11,12 @@ from train.plan.target import Parallelism, ServerMemory, longest_prompt, server_
 def memory(recipe: str, tensor: int = 1, data: int = 1) -> ServerMemory:
     sizes = RunSizes(composed(recipe))
     return server_memory(sizes.config, sizes.target_config, sizes.target, Parallelism(tensor, data, True))
+
+
+def test_the_embedded_target_has_its_shape_in_the_quickstart_alone() -> None:
+    assert RunSizes(composed("quickstart")).target_config.hidden_size == 128
+    with pytest.raises(UserError, match=r"target\.model=embedded: .*give recipe=quickstart"):
+        _ = RunSizes(composed("any_target", "target.model=embedded", "data.train=embedded")).target_config
 
 
 def test_tensor_parallelism_splits_all_weights_and_data_parallelism_only_routed_experts() -> None:
