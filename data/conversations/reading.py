@@ -75,7 +75,8 @@ class Source:
             files = self._files()
             if files is None:
                 yield from dataset_rows(self.location, self._load())
-            for file in files or []:
+        for file in files or []:
+            with self._readable(str(file)):
                 yield from file.rows()
 
     def fingerprint(self) -> str:
@@ -101,13 +102,14 @@ class Source:
         return load(self.location, self.field, self.split, self.subset, self.revision)
 
     @contextmanager
-    def _readable(self) -> Iterator[None]:
+    def _readable(self, file: str | None = None) -> Iterator[None]:
         try:
             yield
         except UserError:
             raise
         except Exception as error:  # a decompressor, a parser, Arrow and object storage each have their own
-            raise UserError(self.field, self.location, f"It cannot be read: {one_line(error)}") from error
+            what = "It" if file in (None, self.location) else file
+            raise UserError(self.field, self.location, f"{what} cannot be read: {one_line(error)}") from error
 
     @property
     def columns(self) -> list[str | None]:

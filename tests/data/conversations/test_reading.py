@@ -52,8 +52,11 @@ def test_compressed_files_are_read(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(json.dumps(pair("q")).encode()))
     assert contents(path) == [("q", "2")]
     path.write_bytes(b"not compressed")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="It cannot be read"):
         contents(path)
+    (tmp_path / "b.jsonl").write_text(json.dumps(pair("q")))
+    with pytest.raises(UserError, match=r"=.*/\*: .*/a\.jsonl\.gz cannot be read"):
+        contents(tmp_path / "*")
 
 
 def compressed(codec: str, content: bytes) -> bytes:
