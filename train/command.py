@@ -109,10 +109,21 @@ def run_command(main: Callable[[], int | None], failures: tuple[type[Exception],
         if error.errno not in _REMEDIES or (error.filename is None and error.errno not in _FULL):
             raise
         reason = f"{os.strerror(error.errno)}. {_REMEDIES[error.errno]}"
-        # A write names no file; it is on the disk of the results, of a cache or of temporary files.
-        where = "" if error.filename is None else f"file={os.fspath(error.filename)}: "
-        status = _report(f"error: {where}{reason}", MISTAKE)
+        where = _full_disk() if error.filename is None else error.filename
+        named = "" if where is None else f"file={os.fspath(where)}: "
+        status = _report(f"error: {named}{reason}", MISTAKE)
     sys.exit(status)
+
+
+def _full_disk() -> str | None:
+    """Return a directory whose disk is full: a write that fails does not name its file."""
+    given = [one.removeprefix("output_dir=") for one in sys.argv if one.startswith("output_dir=")]
+    caches = os.environ.get("HF_HOME", os.path.expanduser("~/.cache")), os.environ.get("TMPDIR", "/tmp")
+    for directory in filter(os.path.isdir, (*given, os.getcwd(), *caches)):
+        usage = shutil.disk_usage(directory)
+        if usage.free < usage.total / 1000:
+            return directory
+    return None
 
 
 def _report(message: str, status: int) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bad_input.faults import small_disk
 from tests.runs.forked import ROOT
 from tests.runs.here import run_command
 from train import distributed
@@ -62,6 +63,13 @@ def test_what_the_machine_refuses_is_a_message_with_the_file() -> None:
     refused = run("raise OSError(13, 'written')")
     assert refused.returncode == 1
     assert "Traceback" in refused.stderr
+
+
+def test_a_full_disk_is_named_where_the_error_names_no_file(tmp_path: Path) -> None:
+    with small_disk(tmp_path, 1 << 16):
+        (tmp_path / "file").write_bytes(bytes(1 << 16))
+        done = run("raise OSError(28, 'written')", TMPDIR=str(tmp_path))
+    assert done.stderr.startswith(f"error: file={tmp_path}: No space left on device. Free some space")
 
 
 def test_the_end_of_the_ranks_does_not_replace_an_error(
