@@ -3,7 +3,7 @@ from datetime import date
 from typing import Any
 
 import pytest
-from tokenizers import processors
+from tokenizers import normalizers, processors
 from transformers import GenerationConfig
 from transformers.utils import chat_template_utils
 
@@ -109,15 +109,18 @@ def test_each_gives_one_sample_per_turn_and_last_only_the_last_one():
 
 
 @pytest.mark.parametrize("template", [templates.CHATML, templates.CHATML_MARKED])
-def test_turns_of_weight_zero_are_read_and_not_supervised(template):
+@pytest.mark.parametrize(("context", "supervised"), [({1, 5}, [3]), ({3}, [1, 5])])
+def test_turns_of_weight_zero_are_read_and_not_supervised(template, context, supervised):
     roles = ("user", "assistant") * 3
     messages = [{"role": role, "content": f"four {i}"} for i, role in enumerate(roles)]
-    for i in (1, 5):
+    for i in context:
         messages[i]["weight"] = 0
     for turns in Turns:
-        tokenizer, (sample,) = rendered(template, turns, Conversation("some-id", tuple(messages)))
-        assert supervised_texts(tokenizer, sample) == ["four 3<|im_end|>"]
-        assert "four 1" in decode(tokenizer, sample.input_ids)
+        tokenizer, samples = rendered(template, turns, Conversation("some-id", tuple(messages)))
+        texts = [text for sample in samples for text in supervised_texts(tokenizer, sample)]
+        expected = supervised[-1:] if turns is Turns.last else supervised
+        assert texts == [f"four {i}<|im_end|>" for i in expected]
+        assert f"four {min(context)}" in decode(tokenizer, samples[-1].input_ids)
 
 
 def answered(*answers: str | dict[str, Any], **keys: Any) -> Conversation:
@@ -261,12 +264,19 @@ def test_the_role_that_follows_ends_a_turn(turns):
     ]
     texts = [text for sample in samples for text in supervised_texts(tokenizer, sample)]
     assert texts == (expected[-1:] if turns is Turns.last else expected)
+    assert not any(one.notes[LOST_CALLS] for one in samples)
+
+
+SYSTEM_LAST_MARKED = templates.SYSTEM_LAST.replace(
+    "'assistant' %}", "'assistant' %}{% generation %}"
+).replace("</s>' }}", "</s>' }}{% endgeneration %}")
 
 
 @pytest.mark.parametrize("turns", list(Turns))
 @pytest.mark.parametrize("system", ["be quick", None])
-def test_a_system_prompt_in_the_last_message_is_in_each_prompt(turns, system):
-    tokenizer = templates.sentencepiece_tokenizer(templates.SYSTEM_LAST)
+@pytest.mark.parametrize("template", [templates.SYSTEM_LAST, SYSTEM_LAST_MARKED])
+def test_a_system_prompt_in_the_last_message_is_in_each_prompt(turns, system, template):
+    tokenizer = templates.sentencepiece_tokenizer(template)
     of = conversation("some-id", "what is two", "it is four", "what is two", "six", system=system)
     stops = eos_token_ids(tokenizer)
     samples = render(tokenizer, of, turns=turns, template_kwargs={}, eos_token_ids=stops)
@@ -276,9 +286,19 @@ def test_a_system_prompt_in_the_last_message_is_in_each_prompt(turns, system):
     first = (f"<s>{asked} it is four </s>", ["it is four </s>"])
     last = (f"<s>[INST] what is two [/INST] it is four </s><s>{asked} six </s>", ["six </s>"])
     expected = {Turns.all: [first, last], Turns.each: [first, last], Turns.last: [last]}[turns]
-    if system is None and turns is Turns.all:
-        expected = [(last[0], first[1] + last[1])]
+    if turns is Turns.all and (system is None or template == SYSTEM_LAST_MARKED):  # markers need no prompt
+        whole = "<s>[INST] what is two [/INST] it is four </s><s>[INST] what is two [/INST] six </s>"
+        expected = [(whole, first[1] + last[1])]
     assert found == expected
+
+
+@pytest.mark.parametrize("template", [templates.CHATML, templates.CHATML_MARKED])
+def test_turns_are_found_where_a_normalizer_changes_the_text(template):
+    tokenizer = byte_level_tokenizer(template)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    of = conversation("some-id", "what", "e\u0301 six", "and", "four")
+    (sample,) = render(tokenizer, of, template_kwargs={}, eos_token_ids=eos_token_ids(tokenizer))
+    assert supervised_texts(tokenizer, sample) == ["\u00e9 six<|im_end|>", "four<|im_end|>"]
 
 
 def test_template_kwargs_change_the_prompt():
@@ -412,4 +432,5 @@ def test_a_supervised_position_needs_two_consecutive_tokens():
 
     assert sample(0, 0, 1, 1).min_tokens == 4
     assert sample(0, 1, 0, 1).min_tokens is None
-    assert sample(0, 0, 1, 1).cut(3).min_tokens is None
+    assert sample(0, 0, 1, 1).cut(3) == sample(0, 0, 1)
+    assert sample(0, 0, 1).min_tokens is None

@@ -1,4 +1,5 @@
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from data.samples import CapturedSample
 from data.store.codec import (
     CODECS,
     ROWS_OF,
+    Rows,
     decode,
     decode_into,
     decoded_dtype,
@@ -77,6 +79,18 @@ def test_no_more_is_kept_than_a_step_reads(seed: int) -> None:
     counted = supervised_final(batch.loss_mask)
     assert torch.nonzero(counted).squeeze(1).tolist() == plan.chunks[0].teacher_rows.tolist()
     assert kept_rows(batch.loss_mask).aux == len(plan.key_rows)
+    assert kept_rows(torch.zeros(3, dtype=torch.bool)) == Rows(3, 0, 0)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_slices_are_encoded_as_the_whole_sample_is(codec: str) -> None:
+    sample = replace(make_sample(3), loss_mask=torch.arange(14) % 5 > 1)
+    whole, supervised = encode(sample, codec), supervised_final(sample.loss_mask)
+    ends = [0, 7, 14]
+    slices = [CapturedSample(*(x[a:b] for x in vars(sample).values())) for a, b in pairwise(ends)]
+    parts = [encode(one, codec, supervised, first) for one, first in zip(slices, ends, strict=False)]
+    for name, tensor in whole.items():
+        assert torch.equal(torch.cat([part[name].float() for part in parts]), tensor.float()), name
 
 
 def test_fp8_keeps_three_bits_of_mantissa_at_any_magnitude() -> None:
@@ -111,7 +125,7 @@ def test_fp8_keeps_zeros_and_marks_rows_that_are_not_finite() -> None:
 def test_decoding_into_memory_leaves_nothing_of_what_was_there(codec: str) -> None:
     generator = torch.Generator().manual_seed(0)
     for mask in ([0, 0, 1, 1, 1, 0], [1, 1, 0, 1, 1, 1, 1, 0], [0, 0, 0], [0, 1, 1, 1, 1]):
-        states = torch.randn(len(mask), 4, 20_000, generator=generator).bfloat16()
+        states = torch.randn(len(mask), 4, 100_000, generator=generator).bfloat16()
         sample = CapturedSample(
             torch.arange(len(mask)), torch.tensor(mask).bool(), states[:, 1:], states[:, 0]
         )
@@ -128,4 +142,9 @@ def test_decoding_into_memory_leaves_nothing_of_what_was_there(codec: str) -> No
         close = {"rtol": 0.07 if codec == "fp8" else 0, "atol": 0.01 if codec == "fp8" else 0}
         torch.testing.assert_close(
             expected.aux_hidden_states[: kept.aux], sample.aux_hidden_states[: kept.aux], **close
+        )
+        read = supervised_final(sample.loss_mask)
+        assert not expected.final_hidden_states[~read].any()
+        torch.testing.assert_close(
+            expected.final_hidden_states[read], sample.final_hidden_states[read], **close
         )
