@@ -12,8 +12,7 @@ import torch
 from data.store.codec import Rows, encoded_bytes
 from data.target.architecture import attention_flops, cached_elements
 from eagle31.cost.flops import StepFlops, step_flops, typical_counts
-from eagle31.json_files import read_json
-from train.artifact import MANIFEST
+from train.artifact import Artifact
 from train.config.capture import CaptureMode
 from train.config.data import SELF
 from train.config.plan import PlanConfig
@@ -93,8 +92,9 @@ class Hours:
 
 def data_summary(config: RunConfig) -> dict[str, Any]:
     """Return the summary of the data that a run with the same settings has made; empty without any."""
-    made = [path for path in made_with(config, Stage.data) if (path / MANIFEST).exists()]
-    return read_json(made[-1] / MANIFEST)["summary"] if made else {}
+    found = [Artifact(Stage.data.value, {}, path) for path in made_with(config, Stage.data)]
+    made = [one for one in found if one.finished]
+    return made[-1].summary if made else {}
 
 
 def run_work(sizes: RunSizes, summary: Mapping[str, Any]) -> Work:

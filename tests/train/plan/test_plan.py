@@ -387,11 +387,15 @@ def test_tokens_are_those_of_the_newest_data_with_the_same_settings(tmp_path: Pa
         directory, given = tmp_path / "artifacts" / name, [f"output_dir={tmp_path}", *filter(None, [other])]
         note_settings(composed("kimi_k2_6", *given), Stage.data, directory)
         os.utime(directory / "settings.json", (age, age))
-        write_json(directory / "stage.json", {"summary": {"num_tokens": tokens, "num_samples": 200_000}})
+        summary = {"num_tokens": tokens, "num_samples": 200_000}
+        write_json(directory / "stage.json", {"summary": summary, "seconds": 1})
     note_settings(composed("kimi_k2_6", f"output_dir={tmp_path}"), Stage.data, tmp_path / "artifacts/data-3")
     work = planned("kimi_k2_6", f"output_dir={tmp_path}").work
     assert (work.tokens, work.tokens_from) == (81_920_000, "measured")
     assert work.steps == 2 * 81_920_000 // (16 * 8192)
+    write_json(tmp_path / "artifacts/data-1/stage.json", {})
+    with pytest.raises(UserError, match=r"data-1/stage\.json: It is damaged .*Delete"):
+        data_summary(composed("kimi_k2_6", f"output_dir={tmp_path}"))
 
 
 def test_hours_come_from_a_speed_that_was_measured_with_another_number_of_processes(tmp_path: Path) -> None:
