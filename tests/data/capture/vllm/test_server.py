@@ -311,6 +311,7 @@ def test_a_server_lets_only_requests_with_its_key_in_and_only_those_of_a_run(
         assert answer.status_code == (200 if key == KEY else 401)
     info = httpx.get(server.url + INFO_PATH, headers={"Authorization": f"Bearer {KEY}"}).json()
     assert (info["model"], info["aux_layer_ids"], info["max_tokens"]) == (spec.model, list(IDS), MAX_TOKENS)
+    assert info["cache_tokens"] >= MAX_TOKENS
     assert httpx.get(f"{server.url}/health").status_code == 200
     stranger = VllmClient(server.url, 8, "the-key-of-another")
     with pytest.raises(UserError, match="demands another key; set VLLM_API_KEY") as caught:
