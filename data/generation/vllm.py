@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,7 +17,7 @@ from data.generation.answers import Answers, Asked
 from data.sampling import Sampling
 from eagle31.errors import UserError
 
-_RENDERED_AT_A_TIME = 16  # so that an answer does not wait long for its next prompt
+_RENDERING_SECONDS = 0.05  # at a time, so that an answer does not wait long for its next prompt
 
 
 class VllmGenerator:
@@ -92,11 +93,19 @@ class VllmGenerator:
             refusals.append((prompt.index, reason))
             news.set()
 
-        def advance(answers: Answers, unanswered: list[tuple[int, str]], room: int) -> list[Asked]:
+        def advance(
+            answers: Answers, unanswered: list[tuple[int, str]], room: int
+        ) -> tuple[list[Asked], bool]:
+            """Return the prompts that follow, and whether more could at once."""
             following = answered(answers) if answers else []
             for index, reason in unanswered:
                 refused(index, reason)
-            return following + list(islice(asked, room))
+            until = time.monotonic() + _RENDERING_SECONDS
+            for one in islice(asked, room):
+                following.append(one)
+                if time.monotonic() > until:
+                    return following, True
+            return following, False
 
         dispatcher = Dispatcher(
             self._clients,
@@ -114,9 +123,9 @@ class VllmGenerator:
                     finished.clear()
                     refusals.clear()
                     num_asked -= len(answers) + len(unanswered)
-                    room = max(min(most - num_asked, _RENDERED_AT_A_TIME), 0)
+                    room = max(most - num_asked, 0)
                     rendering = self._loop.run_in_executor(renderer, advance, answers, unanswered, room)
-                    prompts = await rendering
+                    prompts, has_more = await rendering
                     num_asked += len(prompts)
                     if not num_asked:
                         return
@@ -127,7 +136,7 @@ class VllmGenerator:
                         seeded = replace(sampling, seed=_seed(sampling.seed, *one.seed))
                         dispatcher.add(Prompt(one.index, secrets.token_hex(8), list(one.prompt), seeded))
                     running = running or asyncio.create_task(dispatcher.run())
-                    if len(prompts) < max(room, 1):  # there is no room, or nobody else to ask
+                    if not has_more:
                         waiting = asyncio.create_task(news.wait())
                         await asyncio.wait([waiting, running], return_when=asyncio.FIRST_COMPLETED)
                         waiting.cancel()

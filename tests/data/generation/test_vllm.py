@@ -1,5 +1,6 @@
 """Answers from a vLLM server that only writes completions."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,3 +64,28 @@ def test_a_request_leaves_nothing_to_the_models_settings(
     assert asked["greedy"][1]["temperature"] == 0.0
     fields |= {"top_k": 20, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
     assert fields.items() <= asked["recommended"][1].items()
+
+
+def test_a_slow_disk_delays_no_prompt_for_which_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_writes = 0
+
+    def sync(_: int) -> None:
+        nonlocal num_writes
+        num_writes += 1
+        time.sleep(0.02)
+
+    async def answered(_: VllmClient, method: str, path: str, body: Any = None, seconds: float = 0) -> dict:
+        if method == "GET":
+            return {"data": [{"id": "target"}]} if path == "/v1/models" else INFO.to_json()
+        return {"choices": [{"finish_reason": "stop", "token_ids": [2]}]}
+
+    monkeypatch.setattr(VllmClient, "_request", answered)
+    monkeypatch.setattr("os.fsync", sync)
+    generator = VllmGenerator(
+        [VllmClient("http://nowhere", 200)], ExpectedTarget(INFO.model, "f", torch.bfloat16)
+    )
+    answer_prompts(generator, [[1]] * 1000, GREEDY, output=tmp_path / "a.jsonl", model_fingerprint="f")
+    generator.close()
+    assert num_writes < 1000 / 25
