@@ -14,9 +14,9 @@ from train.drafter.chosen import ChosenDrafter
 from train.drafter.shape import fitted
 from train.engines.servers import CapturedTarget, RunServers, ServerSettings, server_settings
 from train.engines.torchspec import TorchSpecEngines
-from train.plan.placement import ServerPlacement, cluster_at_hand
+from train.plan.cluster import cluster_at_hand
+from train.plan.placement import TargetPlacement, place_target
 from train.plan.sizes import RunSizes
-from train.plan.where import where_target_runs
 from train.target import Target
 
 
@@ -49,14 +49,13 @@ class RunContext:
     def captured_target(self) -> CapturedTarget:
         return CapturedTarget(self.target.spec, self.target.parts, self.drafter.aux_layer_ids)
 
-    def placement(self, *, captures: bool) -> ServerPlacement | None:
-        """Return where this run's vLLM servers are that capture, or only write; None for a run without any.
+    def placement(self, *, captures: bool) -> TargetPlacement:
+        """Return where the target captures, or where it only writes.
 
         Raises:
-            UserError: they cannot run there.
+            UserError: it cannot run there.
         """
-        where, cluster = where_target_runs(RunSizes(self.config)), cluster_at_hand(self.world)
-        return where.servers(cluster) if captures else where.writers(cluster)
+        return place_target(RunSizes(self.config), cluster_at_hand(self.world), writing=not captures)
 
     @cached_property
     def servers(self) -> RunServers:
@@ -64,7 +63,6 @@ class RunContext:
 
         def settings(captures: bool) -> ServerSettings:
             placement = self.placement(captures=captures)
-            assert placement is not None
             target = self.captured_target
             return server_settings(self.config, target, placement.engine_args, placement.devices)
 

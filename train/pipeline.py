@@ -32,8 +32,8 @@ from train.context import RunContext
 from train.distributed import World, made_by_main, wait_for
 from train.engines.servers import server_settings
 from train.launch.start import check_eagle3, check_environment, check_named, check_start, check_store
+from train.plan.cluster import cluster_at_hand
 from train.plan.earlier import note_settings
-from train.plan.placement import cluster_at_hand
 from train.plan.plan import check_gpu_memory
 from train.plan.sizes import RunSizes
 from train.plan.table import format_plan

@@ -2,15 +2,26 @@
 
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
+from data.addresses import is_loopback
+from data.capture.transport.spool import MEMORY
 from eagle31.choice import Choice
 from eagle31.cost.devices import computes_natively
 from eagle31.errors import UserError
-from train.config.capture import CaptureConfig, CaptureMode, CaptureSource, TorchSpecConfig, check_capture
+from train.config.capture import (
+    CaptureConfig,
+    CaptureMode,
+    CaptureSource,
+    TorchSpecConfig,
+    TransportKind,
+    check_capture,
+)
 from train.config.data import DataConfig, check_data
 from train.config.drafter import DrafterShape, check_drafter
 from train.config.evaluate import EvaluateConfig
@@ -151,6 +162,27 @@ def uses_torchspec(config: RunConfig, stage: Stage) -> bool:
     captures = config.capture.source is CaptureSource.torchspec
     online = config.capture.mode is CaptureMode.online
     return captures and (stage is Stage.capture or (online and stage is Stage.train))
+
+
+def states_directory(config: RunConfig) -> Path | None:
+    """Return the directory in which states wait as files between vLLM and the run; None without any.
+
+    Servers that the run starts are on the nodes of their ranks, and so is a server under a loopback
+    address: their states wait in memory. Other servers and the ranks share the output directory.
+    """
+    capture, servers = config.capture, config.vllm.servers
+    if capture.source is not CaptureSource.vllm or capture.transport is TransportKind.mooncake:
+        return None
+    if capture.spool_dir is not None:
+        return Path(capture.spool_dir).absolute()
+    here = all(is_loopback(urlsplit(url).hostname) for url in servers)
+    return MEMORY if here else Path(config.output_dir).absolute() / "spool"
+
+
+def waiting_bytes(config: RunConfig) -> int:
+    """Return the most bytes of states that wait between the target and the run on a node."""
+    in_processes = config.capture.source is CaptureSource.hf
+    return 0 if in_processes else int(config.capture.spool_gb * 1e9)
 
 
 def training_seed(config: RunConfig) -> int:

@@ -15,10 +15,8 @@ from data.capture.transport.protocol import Transport
 from data.capture.transport.spool import file_bytes, open_spool
 from data.samples import StateShape
 from train.config.capture import CaptureConfig
-from train.config.run import RunConfig
+from train.config.run import RunConfig, states_directory
 from train.engines.servers import CapturedTarget
-from train.plan.sizes import RunSizes
-from train.plan.where import where_target_runs
 
 # Room of a Mooncake store relative to the states that may wait in it: the next state must always fit.
 _ROOM = 1.1
@@ -54,7 +52,7 @@ def open_transport(
     Args:
         codec: the form of the states on the way.
     """
-    output_dir, spool_dir = Path(config.output_dir), where_target_runs(RunSizes(config)).spool_dir
+    output_dir, spool_dir = Path(config.output_dir), states_directory(config)
     name, target_dtype = rank_name(output_dir, rank), target.parts.dtype
     dtype = target_dtype if codec == "exact" else torch.bfloat16
     shape = StateShape(target.num_aux_layers, target.parts.hidden_size, dtype)

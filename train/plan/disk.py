@@ -14,12 +14,11 @@ from data.capture.transport.spool import MEMORY
 from data.target.checkpoint import is_hub_id
 from train.artifact import MANIFEST
 from train.config.capture import CaptureMode, CaptureSource, TransportKind
-from train.config.run import Stage
+from train.config.run import Stage, states_directory, waiting_bytes
 from train.config.target import EMBEDDED
+from train.plan.cluster import Cluster
 from train.plan.earlier import made_with
-from train.plan.placement import Cluster
 from train.plan.sizes import RunSizes, trainer_settings
-from train.plan.where import where_target_runs
 from train.plan.work import Work
 from train.tables import gigabytes
 
@@ -101,10 +100,9 @@ def _uses(sizes: RunSizes, work: Work) -> Iterator[DiskUse]:
     yield DiskUse("checkpoints and export", output_dir, left, remedy)
     remedy = "Set HF_HOME to a directory on a larger disk."
     yield DiskUse("the target's weights", Path(constants.HF_HUB_CACHE), download_bytes(sizes), remedy)
-    target = where_target_runs(sizes)
-    if target.spool_dir is not None:
+    if (spool := states_directory(config)) is not None:
         remedy = "Lower capture.spool_gb, set capture.spool_dir, or enlarge /dev/shm (Docker: --shm-size)."
-        yield DiskUse("the spool", target.spool_dir, target.waiting_bytes, remedy)
+        yield DiskUse("the spool", spool, waiting_bytes(config), remedy)
 
 
 def download_bytes(sizes: RunSizes) -> int:
@@ -167,13 +165,12 @@ def host_memory(sizes: RunSizes, cluster: Cluster) -> HostMemory:
     Python, libraries and the states of validation are left out.
     """
     config, drafter, processes = sizes.config, sizes.drafter, cluster.processes_per_node
-    where, settings = where_target_runs(sizes), trainer_settings(config, cluster.num_ranks)
-    parts = {}
-    if where.spool_dir == MEMORY or config.capture.transport is TransportKind.mooncake:
-        parts["the spool"] = where.waiting_bytes
+    settings, parts = trainer_settings(config, cluster.num_ranks), {}
+    if states_directory(config) == MEMORY or config.capture.transport is TransportKind.mooncake:
+        parts["the spool"] = waiting_bytes(config)
     if not cluster.gpus_per_node:
         parts["training"] = processes * sizes.trainer(cluster.num_ranks, "cpu").total
-        if where.online and config.capture.source is CaptureSource.hf:
+        if config.capture.mode is CaptureMode.online and config.capture.source is CaptureSource.hf:
             parts["the target"] = processes * sizes.target.checkpoint_bytes
     elif config.deepspeed.offload_optimizer:
         parts["the optimizer"] = 4 * _STATES * sizes.num_parameters // cluster.num_nodes

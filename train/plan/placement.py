@@ -1,21 +1,21 @@
-"""Where the target's vLLM servers run: on the GPUs that train, on other GPUs, or on other nodes."""
+"""Where the target runs: in transformers, in vLLM's servers or in TorchSpec's engines, and on which GPUs."""
 
 import math
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch
-
 from data.addresses import is_loopback
+from data.capture.vllm.arguments import check_final_states
 from eagle31.errors import UserError
 from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import RunConfig, Stage
 from train.config.target import TargetEngine
 from train.config.vllm import Placement
-from train.distributed import World
+from train.plan.cluster import Cluster
 from train.plan.memory import USABLE_FRACTION
 from train.plan.sizes import RunSizes
 from train.plan.target import ALONE_FRACTION, Parallelism, ServerMemory
@@ -28,49 +28,109 @@ _MARGIN = 0.1  # of training's memory
 _USEFUL_SEQUENCES = 64  # of the greatest length; prefill gains nothing from a larger cache
 _UTILIZATION = "vllm.engine_args.gpu_memory_utilization"
 _OWN_GPUS = "vllm.placement=split, vllm.servers, or --target-nodes of scripts/submit"
+RAY_ADDRESS = "RAY_ADDRESS"  # Ray's own variable
+_WHERE = {
+    Placement.shared: "shared with training",
+    Placement.split: "split from training",
+    Placement.apart: "on nodes of their own",
+}
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """The nodes of a run, the GPUs that each shows, and the training processes on each."""
+class TargetPlacement:
+    """The GPUs that run the target, and what its vLLM servers are started with."""
 
-    num_nodes: int  # nodes that train
-    gpus_per_node: int  # 0 on a CPU
-    processes_per_node: int
-    gpu_bytes: int | None  # memory of one GPU; None: unknown, and not checked
-    target_nodes: int = 0  # nodes on which scripts/submit starts servers
-
-    @property
-    def num_ranks(self) -> int:
-        return self.num_nodes * self.processes_per_node
-
-
-@dataclass(frozen=True)
-class ServerPlacement:
-    """Where the servers of a run are."""
-
-    kind: Placement  # never auto
-    num_servers: int  # over all nodes
-    gpus: int = 0  # GPUs of one server; 0 on a CPU, and for servers that were started by hand
+    kind: Placement  # never auto; transformers shares the GPUs that train
+    num_replicas: int  # over all nodes: servers, engines, or copies in processes
+    gpus: int  # of one replica
+    bytes_per_gpu: int  # of weights; the key-value cache and activations need more
+    where: str  # in words
+    parallel: Parallelism | None = None  # of one vLLM server
     devices: tuple[int, ...] | None = None  # of each node's server, as indices of those that the node shows
     memory_fraction: float | None = None  # of each of these GPUs; None: vLLM's default
-    # Arguments of the engine that follow from the placement, in addition to vllm.engine_args.
+    # Arguments of vLLM's engine that follow from the placement, in addition to vllm.engine_args.
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+    in_turn: bool = False  # whether the GPUs of a replica compute one after the other
+    held_bytes: int = 0  # of each GPU that trains, while it trains
+    remedy: str = ""  # where bytes_per_gpu do not fit; empty: that has been checked
 
-    def parallel(self, config: RunConfig) -> Parallelism:
-        """Return how the engines of one server are split over its GPUs."""
-        return Parallelism.of({**config.vllm.engine_args, **self.engine_args})
-
-
-def cluster_at_hand(world: World) -> Cluster:
-    """Return the cluster that this run was started on, from torchrun's environment and this node's GPUs."""
-    gpus = torch.cuda.device_count()
-    gpu_bytes = torch.cuda.get_device_properties(0).total_memory if gpus else None
-    return Cluster(world.num_nodes, gpus, world.ranks_per_node, gpu_bytes)
+    @property
+    def num_at_work(self) -> int:
+        """The GPUs that compute at the same time."""
+        return self.num_replicas * (1 if self.in_turn else self.gpus)
 
 
-def place_servers(sizes: RunSizes, cluster: Cluster, *, writing: bool = False) -> ServerPlacement:
-    """Return where the servers of a run are, with `vllm.placement=auto` where they work.
+def place_target(sizes: RunSizes, cluster: Cluster, *, writing: bool = False) -> TargetPlacement:
+    """Return where the target captures or, if `writing`, where it only writes completions.
+
+    Raises:
+        UserError: it cannot run there.
+    """
+    config, source = sizes.config, sizes.config.capture.source
+    if writing:
+        if config.target.engine is TargetEngine.hf:
+            copies = cluster.num_nodes * max(1, cluster.gpus_per_node)
+            return _in_transformers(sizes, cluster, copies)
+        # Only servers that capture have nodes of their own.
+        targets = cluster.target_nodes if source is CaptureSource.vllm else 0
+        return _in_servers(sizes, replace(cluster, target_nodes=targets), writing=True)
+    if source is CaptureSource.vllm:
+        check_final_states(sizes.target_config)
+        return _in_servers(sizes, cluster)
+    if source is CaptureSource.torchspec:
+        return _in_torchspec(sizes, cluster)
+    processes, device_map = cluster.processes_per_node, config.target.device_map
+    if device_map is not None and processes > 1:
+        remedy = f"Each of a node's {processes} processes would spread a copy: start one on each node."
+        raise UserError("target.device_map", device_map, remedy)
+    return _in_transformers(sizes, cluster, cluster.num_ranks)
+
+
+def _in_transformers(sizes: RunSizes, cluster: Cluster, copies: int) -> TargetPlacement:
+    gpus, where = 1, "a copy in every process"
+    spread = sizes.config.target.device_map is not None
+    if spread:
+        copies, gpus = cluster.num_nodes, max(1, cluster.gpus_per_node)
+        where = f"spread over the {gpus} GPUs of a node, which compute in turn"
+    size = sizes.target.checkpoint_bytes // gpus
+    return TargetPlacement(
+        Placement.shared,
+        copies,
+        gpus,
+        size,
+        f"transformers, {where}",
+        in_turn=spread,
+        held_bytes=size if sizes.config.capture.mode is CaptureMode.online else 0,
+        remedy="Set capture=vllm with vllm.engine_args.tensor_parallel_size, or target.device_map=auto.",
+    )
+
+
+def _in_torchspec(sizes: RunSizes, cluster: Cluster) -> TargetPlacement:
+    """Check that the engines have GPUs: those of nodes that do not train, or of the only node.
+
+    A run on one node starts Ray itself, for the GPUs that no process trains on.
+    """
+    engines, gpus = sizes.config.torchspec.num_engines, sizes.config.torchspec.gpus_per_engine
+    free = cluster.target_nodes * cluster.gpus_per_node
+    by_run = not (cluster.target_nodes or os.environ.get(RAY_ADDRESS))
+    if by_run:
+        if cluster.num_nodes > 1:
+            remedy = "With several nodes, start Ray on each of them and set it: `stages=[plan]` prints how."
+            raise UserError(RAY_ADDRESS, "", remedy)
+        free = cluster.gpus_per_node - cluster.processes_per_node
+    if cluster.gpus_per_node and engines * gpus > free and (by_run or cluster.target_nodes):
+        remedy = (
+            f"The engines take {engines * gpus} GPUs, and {max(0, free)} have no training process: start "
+            f"fewer (--nproc-per-node of torchrun), or start Ray on other nodes and set {RAY_ADDRESS}."
+        )
+        raise UserError("torchspec.gpus_per_engine", gpus, remedy)
+    counts = f"{_counted(engines, 'engine')} of {_counted(gpus, 'GPU')}"
+    where = f"TorchSpec, {counts} ({sizes.config.torchspec.engine.value}) in Ray"
+    return TargetPlacement(Placement.apart, engines, gpus, sizes.target.checkpoint_bytes // gpus, where)
+
+
+def _in_servers(sizes: RunSizes, cluster: Cluster, *, writing: bool = False) -> TargetPlacement:
+    """Return where the vLLM servers of a run are, with `vllm.placement=auto` where they work.
 
     Servers in `vllm.servers`, or on the cluster's target nodes, are apart. Otherwise each node that trains
     has one server. It is split from training where the node shows more GPUs than it has processes: processes
@@ -82,9 +142,6 @@ def place_servers(sizes: RunSizes, cluster: Cluster, *, writing: bool = False) -
     Args:
         writing: whether they only write completions: they end before training then, and
             `vllm.placement=auto` has them share all GPUs.
-
-    Raises:
-        UserError: the servers cannot run there.
     """
     config, vllm = sizes.config, sizes.config.vllm
     _check_heads(sizes)
@@ -95,7 +152,7 @@ def place_servers(sizes: RunSizes, cluster: Cluster, *, writing: bool = False) -
         remedy = "It needs vllm.servers, or --target-nodes of scripts/submit; or set vllm.placement=auto."
         raise UserError("vllm.placement", "apart", remedy)
     if cluster.gpus_per_node == 0:
-        return _on_cpu(config, cluster)
+        return _on_cpu(sizes, cluster)
     if vllm.placement is Placement.split:
         return _split(sizes, cluster)
     free = cluster.gpus_per_node > cluster.processes_per_node
@@ -105,8 +162,9 @@ def place_servers(sizes: RunSizes, cluster: Cluster, *, writing: bool = False) -
     return _shared(sizes, cluster, online=_serves_training(config) and not writing)
 
 
-def _apart(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
+def _apart(sizes: RunSizes, cluster: Cluster) -> TargetPlacement:
     config, vllm = sizes.config, sizes.config.vllm
+    parallel = Parallelism.of(vllm.engine_args)
     if vllm.placement in (Placement.shared, Placement.split):
         remedy = "The servers are on other nodes. Set vllm.placement=auto."
         raise UserError("vllm.placement", vllm.placement.value, remedy)
@@ -115,23 +173,27 @@ def _apart(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
             if cluster.num_nodes > 1 and is_loopback(urlsplit(url).hostname):
                 remedy = "Other nodes of this run cannot reach a loopback address; give the node's address."
                 raise UserError("vllm.servers", url, remedy)
-        return ServerPlacement(Placement.apart, len(vllm.servers))
-    parallel = Parallelism.of(vllm.engine_args)
+        number, gpus = len(vllm.servers), parallel.gpus
+        where = f"{_counted(number, 'server')} named in vllm.servers, taken to have {gpus} GPUs each"
+        return _servers(sizes, Placement.apart, number, parallel, where)
     if cluster.gpus_per_node == 0:
-        return ServerPlacement(Placement.apart, cluster.target_nodes)
+        where = f"{_counted(cluster.target_nodes, 'server')} on the CPU"
+        return _servers(sizes, Placement.apart, cluster.target_nodes, parallel, where)
     _check_gpus(config, parallel, cluster.gpus_per_node, "on a node")
     _check_alone(sizes, cluster, parallel, _given_utilization(config) or ALONE_FRACTION)
-    per_node = cluster.gpus_per_node // parallel.gpus
-    return ServerPlacement(Placement.apart, cluster.target_nodes * per_node, parallel.gpus)
+    number = cluster.target_nodes * (cluster.gpus_per_node // parallel.gpus)
+    return _on_gpus(sizes, number, Placement.apart, parallel)
 
 
-def _on_cpu(config: RunConfig, cluster: Cluster) -> ServerPlacement:
-    if config.vllm.placement is Placement.split:
+def _on_cpu(sizes: RunSizes, cluster: Cluster) -> TargetPlacement:
+    if sizes.config.vllm.placement is Placement.split:
         raise UserError("vllm.placement", "split", "There is no GPU to divide. Set vllm.placement=auto.")
-    return ServerPlacement(Placement.shared, cluster.num_nodes)
+    where = f"{_counted(cluster.num_nodes, 'server')} on the CPU"
+    parallel = Parallelism.of(sizes.config.vllm.engine_args)
+    return _servers(sizes, Placement.shared, cluster.num_nodes, parallel, where)
 
 
-def _split(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
+def _split(sizes: RunSizes, cluster: Cluster) -> TargetPlacement:
     config = sizes.config
     first, free = cluster.processes_per_node, cluster.gpus_per_node - cluster.processes_per_node
     if free < 1:
@@ -144,18 +206,17 @@ def _split(sizes: RunSizes, cluster: Cluster) -> ServerPlacement:
     _check_gpus(config, parallel, free, "on a node where nothing trains")
     fraction = _given_utilization(config) or ALONE_FRACTION
     _check_alone(sizes, cluster, parallel, fraction)
-    devices = tuple(range(first, first + parallel.gpus))
-    return _placement(cluster, Placement.split, parallel, devices, fraction)
+    return _on_gpus(sizes, cluster.num_nodes, Placement.split, parallel, fraction, first)
 
 
-def _shared(sizes: RunSizes, cluster: Cluster, online: bool) -> ServerPlacement:
+def _shared(sizes: RunSizes, cluster: Cluster, online: bool) -> TargetPlacement:
     config = sizes.config
     parallel = _filled(config, cluster.gpus_per_node)
     _check_gpus(config, parallel, cluster.gpus_per_node, "on a node")
     given = _given_utilization(config)
     if cluster.gpu_bytes is None:
         fraction = given or (ALONE_FRACTION / 2 if online else ALONE_FRACTION - 0.1)
-        return _placement(cluster, Placement.shared, parallel, tuple(range(parallel.gpus)), fraction)
+        return _on_gpus(sizes, cluster.num_nodes, Placement.shared, parallel, fraction)
     gpu, server = cluster.gpu_bytes, sizes.server(parallel)
     trainer = sizes.trainer(cluster.num_ranks, "cuda").total if online else _WAITING_BYTES
     room = int(gpu * (USABLE_FRACTION if online else ALONE_FRACTION)) - trainer
@@ -167,7 +228,7 @@ def _shared(sizes: RunSizes, cluster: Cluster, online: bool) -> ServerPlacement:
     # The chosen fraction is rounded down.
     if smallest > (room if given is None else fraction * gpu) or fraction * gpu > room:
         _refuse_shared(sizes, cluster, server, trainer, online, given)
-    return _placement(cluster, Placement.shared, parallel, tuple(range(parallel.gpus)), fraction)
+    return _on_gpus(sizes, cluster.num_nodes, Placement.shared, parallel, fraction)
 
 
 def _serves_training(config: RunConfig) -> bool:
@@ -250,10 +311,33 @@ def _given_utilization(config: RunConfig) -> float | None:
     return config.vllm.engine_args.get("gpu_memory_utilization")
 
 
-def _placement(
-    cluster: Cluster, kind: Placement, parallel: Parallelism, devices: tuple[int, ...], fraction: float
-) -> ServerPlacement:
+def _on_gpus(
+    sizes: RunSizes,
+    number: int,
+    kind: Placement,
+    parallel: Parallelism,
+    fraction: float | None = None,
+    first: int = 0,
+) -> TargetPlacement:
+    """Return servers on GPUs; those that the run itself starts have a fraction of each, from the first on."""
+    where = f"{_counted(number, 'server')} of {_counted(parallel.gpus, 'GPU')}, {_WHERE[kind]}"
+    if fraction is None:
+        return _servers(sizes, kind, number, parallel, where)
     engine_args: dict[str, Any] = {"gpu_memory_utilization": fraction}
     if parallel.data > 1 and not parallel.given:
         engine_args["data_parallel_size"] = parallel.data
-    return ServerPlacement(kind, cluster.num_nodes, parallel.gpus, devices, fraction, engine_args)
+    where += f"; vLLM takes {fraction:g} of each GPU"
+    found = _servers(sizes, kind, number, parallel, where)
+    devices = tuple(range(first, first + parallel.gpus))
+    return replace(found, devices=devices, memory_fraction=fraction, engine_args=engine_args)
+
+
+def _servers(
+    sizes: RunSizes, kind: Placement, number: int, parallel: Parallelism, where: str
+) -> TargetPlacement:
+    weights = sizes.server(parallel).weights
+    return TargetPlacement(kind, number, parallel.gpus, weights, f"vLLM, {where}", parallel)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number > 1 else ''}"

@@ -11,22 +11,21 @@ from data.target.architecture import first_layer
 from data.target.served import architecture, unserved
 from eagle31.errors import UserError
 from eagle31.model.config import DrafterConfig
+from train.config.capture import CaptureMode
 from train.config.run import RunConfig, Stage
-from train.config.target import TargetEngine
+from train.config.vllm import Placement
 from train.distributed import World
 from train.drafter.shape import rope_kind
-from train.plan.commands import commands
+from train.plan.cluster import Cluster, cluster_at_hand, planned_clusters
+from train.plan.commands import Command, commands
 from train.plan.disk import Disk, HostMemory, disks, host_memory
 from train.plan.memory import TOLERANCE, USABLE_FRACTION, TrainerMemory, TrainerSettings
-from train.plan.placement import TARGET_FRACTION, Cluster, ServerPlacement, cluster_at_hand
+from train.plan.placement import TARGET_FRACTION, TargetPlacement, place_target
 from train.plan.sizes import RunSizes, trainer_settings
 from train.plan.target import ServerMemory, TargetSize
-from train.plan.where import Command, TargetGpus, where_target_runs
 from train.plan.work import GpusAtWork, Hours, Work, run_hours, run_work
 from train.tables import gigabytes
 from train.trainer.learning_rate import described
-
-_GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,9 @@ class Way:
     cluster: Cluster
     settings: TrainerSettings
     memory: TrainerMemory
-    placement: ServerPlacement | None  # None: nothing uses vLLM, or the servers cannot be placed
+    target: TargetPlacement | None  # that captures; None: it cannot be placed
+    servers: TargetPlacement | None  # of vLLM: the target's, or those that only write; None: there is none
     server: ServerMemory | None  # on each GPU of a server, without its cache
-    target: TargetGpus | None
     hours: Hours | None
     refusal: str | None  # why the run cannot start so
     shortages: list[Shortage]
@@ -111,7 +110,7 @@ def make_plan(config: RunConfig, world: World, summary: Mapping[str, Any], given
     sizes = RunSizes(config)
     work = run_work(sizes, summary)
     if config.stages == [Stage.plan]:
-        ways = [run_way(sizes, work, one, given) for one in _planned(sizes, world)]
+        ways = [run_way(sizes, work, one, given) for one in planned_clusters(config, world)]
     else:
         ways = [run_way(sizes, work, cluster_at_hand(world))]
     here = config.plan.gpu_memory_gb is None or config.stages != [Stage.plan] or torch.cuda.is_available()
@@ -140,46 +139,38 @@ def _lacking(sizes: RunSizes, work: Work, ways: Sequence[Way]) -> list[str]:
 
 def run_way(sizes: RunSizes, work: Work, cluster: Cluster, given: Sequence[str] | None = None) -> Way:
     """Return what the run takes on these nodes, with its commands if the user's arguments are given."""
-    config, where = sizes.config, where_target_runs(sizes)
+    config = sizes.config
     memory = sizes.trainer(cluster.num_ranks, "cuda" if cluster.gpus_per_node else "cpu")
-    placement, server, target, hours, refusal = None, None, None, None, _rows_refusal(config, cluster)
+    target, servers, hours, refusal = None, None, None, _rows_refusal(config, cluster)
     try:
-        placement, writers = where.servers(cluster), where.writers(cluster)
-        target = where.gpus(cluster, placement)
+        target, writers = place_target(sizes, cluster), place_target(sizes, cluster, writing=True)
+        servers = next((one for one in (target, writers) if one.parallel is not None), None)
         gpus = GpusAtWork(
             all=max(1, cluster.gpus_per_node) * (cluster.num_nodes + cluster.target_nodes),
             train=cluster.num_ranks,
             target=target.num_at_work,
-            write=_writing_gpus(config, cluster, writers),
-            at_once=target.beside_training,
+            write=writers.num_at_work,
+            at_once=config.capture.mode is CaptureMode.online and target.kind is not Placement.shared,
         )
         hours = run_hours(config, work, gpus)
     except UserError as error:
         refusal = str(error)
-    if placement is not None:
-        server = sizes.server(placement.parallel(config))
     shortages = list(_shortages(config, cluster, memory, target))
     works = refusal is None and not shortages
     return Way(
         cluster=cluster,
         settings=trainer_settings(config, cluster.num_ranks),
         memory=memory,
-        placement=placement,
-        server=server,
         target=target,
+        servers=servers,
+        server=None if servers is None or servers.parallel is None else sizes.server(servers.parallel),
         hours=hours,
         refusal=refusal,
         shortages=shortages,
-        commands=[] if given is None or not works else commands(given, where, cluster, placement),
+        commands=[]
+        if given is None or not works or target is None
+        else commands(given, config, cluster, target),
     )
-
-
-def _writing_gpus(config: RunConfig, cluster: Cluster, writers: ServerPlacement | None) -> int:
-    """Return the GPUs that write completions."""
-    if config.target.engine is TargetEngine.vllm:
-        return 1 if writers is None else max(1, writers.gpus * writers.num_servers)
-    copies = 1 if config.target.device_map is not None else max(1, cluster.gpus_per_node)
-    return cluster.num_nodes * copies
 
 
 def check_gpu_memory(config: RunConfig, cluster: Cluster, stages: Collection[Stage]) -> None:
@@ -198,18 +189,6 @@ def check_gpu_memory(config: RunConfig, cluster: Cluster, stages: Collection[Sta
             raise UserError(shortage.field, shortage.value, f"By the plan's estimate, {shortage}")
 
 
-def _planned(sizes: RunSizes, world: World) -> Iterator[Cluster]:
-    """Yield the nodes to plan for: as described by `plan`, else those at hand."""
-    plan, here, where = sizes.config.plan, cluster_at_hand(world), where_target_runs(sizes)
-    gpu_bytes = here.gpu_bytes if plan.gpu_memory_gb is None else int(plan.gpu_memory_gb * 1e9)
-    if not (here.gpus_per_node or plan.gpus_per_node or plan.gpu_memory_gb):
-        yield here
-        return
-    gpus = plan.gpus_per_node or here.gpus_per_node or _GPUS_PER_NODE
-    for nodes in where.num_nodes if plan.num_nodes is None else (plan.num_nodes,):
-        yield where.divided(nodes, gpus, gpu_bytes)
-
-
 def _rows_refusal(config: RunConfig, cluster: Cluster) -> str | None:
     try:
         check_divisible(config.train.rows_per_step, cluster.num_ranks, config.train.row_ranks)
@@ -219,7 +198,7 @@ def _rows_refusal(config: RunConfig, cluster: Cluster) -> str | None:
 
 
 def _shortages(
-    config: RunConfig, cluster: Cluster, memory: TrainerMemory, target: TargetGpus | None
+    config: RunConfig, cluster: Cluster, memory: TrainerMemory, target: TargetPlacement | None
 ) -> Iterator[Shortage]:
     """Yield what does not fit a GPU. Servers of vLLM have been checked where they were placed."""
     if cluster.gpu_bytes is None:

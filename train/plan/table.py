@@ -62,7 +62,7 @@ def _memory_of(way: Way) -> str:
     training = f"training {gigabytes(way.memory.total)}{room} per {each}"
     if way.server is None:
         return training
-    given = None if way.placement is None else way.placement.memory_fraction
+    given = None if way.servers is None else way.servers.memory_fraction
     taken = "" if given is None or gpu is None else f" and takes {gigabytes(int(given * gpu))}"
     needed = gigabytes(way.server.least)
     return f"{training}; vLLM needs {needed}{taken}, weights {gigabytes(way.server.weights)}"

@@ -16,12 +16,11 @@ from train.artifact import Artifact
 from train.config.capture import CaptureMode
 from train.config.data import SELF
 from train.config.plan import PlanConfig
-from train.config.run import RunConfig, Stage
+from train.config.run import RunConfig, Stage, waiting_bytes
 from train.config.target import TargetEngine
 from train.plan.earlier import made_with
 from train.plan.sizes import RunSizes
 from train.plan.target import ALONE_FRACTION, BATCHED_SEQUENCES, Parallelism
-from train.plan.where import where_target_runs
 
 _HOUR = 3600
 _CACHED_BYTES = 2  # of an element of the key-value cache
@@ -233,7 +232,7 @@ def _row_flops(sizes: RunSizes) -> StepFlops:
 def _store_bytes(sizes: RunSizes, num_tokens: int | None) -> int | None:
     capture, drafter = sizes.config.capture, sizes.drafter
     if capture.mode is CaptureMode.online:
-        return where_target_runs(sizes).waiting_bytes
+        return waiting_bytes(sizes.config)
     if capture.store is not None:
         return 0
     if num_tokens is None:

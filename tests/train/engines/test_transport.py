@@ -6,11 +6,9 @@ import pytest
 
 from data.capture.transport.spool import MEMORY
 from train.config.capture import CaptureConfig, CaptureSource, TransportKind
-from train.config.run import RunConfig
+from train.config.run import RunConfig, states_directory
 from train.config.vllm import VllmConfig
 from train.engines.servers import server_roots
-from train.plan.sizes import RunSizes
-from train.plan.where import where_target_runs
 
 OUTPUT = Path("/shared/run")
 
@@ -18,7 +16,7 @@ OUTPUT = Path("/shared/run")
 def spool_dir(servers: list[str], **settings: object) -> Path | None:
     capture = CaptureConfig(source=CaptureSource.vllm, **settings)  # type: ignore[arg-type]
     config = RunConfig(capture=capture, vllm=VllmConfig(servers=servers), output_dir=str(OUTPUT))
-    found = where_target_runs(RunSizes(config)).spool_dir
+    found = states_directory(config)
     # Whoever starts a server for this recipe, with or without the run's other settings, it may write there.
     assert found is None or any(found.is_relative_to(root) for root in server_roots(capture, OUTPUT))
     return found

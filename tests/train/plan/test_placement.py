@@ -10,8 +10,9 @@ from eagle31.errors import UserError
 from tests.train.torchrun import composed
 from train.config.run import check
 from train.config.vllm import Placement
+from train.plan.cluster import Cluster
 from train.plan.memory import USABLE_FRACTION
-from train.plan.placement import Cluster, ServerPlacement, place_servers
+from train.plan.placement import TargetPlacement, place_target
 from train.plan.sizes import RunSizes
 from train.plan.target import Parallelism
 
@@ -34,8 +35,8 @@ def sizes_of(recipe: str, *settings: str) -> RunSizes:
     return RunSizes(config)
 
 
-def placed(recipe: str, cluster: Cluster, *settings: str) -> ServerPlacement:
-    return place_servers(sizes_of(recipe, *settings), cluster)
+def placed(recipe: str, cluster: Cluster, *settings: str) -> TargetPlacement:
+    return place_target(sizes_of(recipe, *settings), cluster)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_where_servers_go(
 ) -> None:
     found = placed(recipe, cluster, *settings)
     expected = None if devices is None else tuple(devices)
-    assert (found.kind, found.num_servers, found.devices) == (kind, num_servers, expected)
+    assert (found.kind, found.num_replicas, found.devices) == (kind, num_servers, expected)
     if found.devices is not None and cluster.gpu_bytes is not None:
         assert_fits(found, cluster, sizes_of(recipe, *settings))
 
@@ -63,22 +64,23 @@ def test_where_servers_go(
 def test_servers_that_only_write_have_all_gpus_before_training_has_any() -> None:
     for recipe, cluster in (("gpt_oss_20b", HALF), ("kimi_k2_6", NODE)):
         sizes = sizes_of(recipe, *([f"{TENSOR}=1"] if recipe == "gpt_oss_20b" else []))
-        writes, captures = place_servers(sizes, cluster, writing=True), place_servers(sizes, cluster)
+        writes, captures = place_target(sizes, cluster, writing=True), place_target(sizes, cluster)
         assert (writes.kind, writes.devices) == (SHARED, tuple(range(8)))
         assert writes.memory_fraction is not None
         assert captures.memory_fraction is not None
         assert writes.memory_fraction > captures.memory_fraction or captures.kind is SPLIT
-    by_hand = place_servers(sizes, replace(NODE, num_nodes=1, target_nodes=1), writing=True)
+    by_hand = place_target(sizes, replace(NODE, num_nodes=1, target_nodes=1), writing=True)
     assert by_hand.kind is OTHER  # those that scripts/serve_target starts write, too
 
 
-def assert_fits(found: ServerPlacement, cluster: Cluster, sizes: RunSizes) -> None:
+def assert_fits(found: TargetPlacement, cluster: Cluster, sizes: RunSizes) -> None:
     """Check that the server has the GPUs of its engines, and that their memory is enough."""
     assert cluster.gpu_bytes is not None
     assert found.memory_fraction is not None
-    parallel = Parallelism.of({**sizes.config.vllm.engine_args, **found.engine_args})
-    assert parallel.gpus == found.gpus == len(found.devices or ())
-    needed = sizes.server(parallel).least
+    assert found.parallel is not None
+    assert found.gpus == len(found.devices or ())
+    assert Parallelism.of({**sizes.config.vllm.engine_args, **found.engine_args}).gpus == found.gpus
+    needed = sizes.server(found.parallel).least
     assert needed <= found.memory_fraction * cluster.gpu_bytes + 0.001 * cluster.gpu_bytes  # rounded down
     if found.kind is SHARED and sizes.config.capture.mode.value == "online":
         training = sizes.trainer(cluster.num_ranks, "cuda").total

@@ -22,14 +22,14 @@ from tests.train.torchrun import composed, run_here
 from train.config import compose
 from train.config.run import Stage, check
 from train.distributed import World
+from train.plan.cluster import Cluster
 from train.plan.disk import host_memory
 from train.plan.earlier import note_settings
 from train.plan.memory import USABLE_FRACTION
-from train.plan.placement import Cluster, place_servers
+from train.plan.placement import place_target
 from train.plan.plan import Plan, check_gpu_memory, make_plan
 from train.plan.sizes import RunSizes, planned_config
 from train.plan.table import format_plan
-from train.plan.where import where_target_runs
 from train.plan.work import data_summary
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes" / "recipe").glob("*.yaml"))
@@ -157,10 +157,10 @@ def test_a_target_that_is_spread_over_a_node_has_one_process_there_and_its_gpus_
     assert way.hours.capture == pytest.approx(flops / 250e12 / 3600)
     sizes = RunSizes(composed("deepseek_v4_flash"))
     with pytest.raises(UserError, match=r"target\.device_map=auto: .*8 processes"):
-        where_target_runs(sizes).servers(replace(way.cluster, processes_per_node=8))
+        place_target(sizes, replace(way.cluster, processes_per_node=8))
     sizes = RunSizes(composed("deepseek_v4_flash", "capture=vllm_online"))
     with pytest.raises(UserError, match=r"capture\.source=vllm: .*residual streams"):
-        where_target_runs(sizes).servers(way.cluster)
+        place_target(sizes, way.cluster)
 
 
 def test_a_draft_vocabulary_that_is_not_smaller_than_the_targets_is_planned_as_the_whole() -> None:
@@ -210,7 +210,7 @@ def test_the_commands_compose_to_a_run_that_is_placed_as_planned(
     recipe: str, arguments: tuple[str, ...]
 ) -> None:
     for way in planned(recipe, *arguments).ways:
-        assert way.placement is not None
+        assert way.servers is not None
         [words] = [shlex.split(one.line) for one in way.commands if one.line.startswith("torchrun")]
         script = words.index("train/main.py")
         options = dict(zip(words[1:script:2], words[2:script:2], strict=True))
@@ -218,8 +218,8 @@ def test_the_commands_compose_to_a_run_that_is_placed_as_planned(
         processes = int(options["--nproc-per-node"])
         cluster = replace(way.cluster, target_nodes=0, processes_per_node=processes)
         assert cluster.num_nodes == int(options.get("--nnodes", 1))
-        placement = place_servers(RunSizes(config), cluster)
-        assert (placement.kind, placement.num_servers) == (way.placement.kind, way.placement.num_servers)
+        placement = place_target(RunSizes(config), cluster)
+        assert (placement.kind, placement.num_replicas) == (way.servers.kind, way.servers.num_replicas)
         assert len(set(config.vllm.servers)) == len(config.vllm.servers)  # two nodes may not have the same
 
 
@@ -245,6 +245,14 @@ def test_what_the_user_says_of_the_nodes_counts() -> None:
 
 
 APART = "vllm.servers=[http://node9:8000]"  # the target has GPUs that the plan does not know
+
+
+def test_servers_that_are_named_write_on_all_of_their_gpus() -> None:
+    plan = planned("kimi_k2_6", "vllm.servers=[http://a:1,http://b:1]")
+    config, hours = composed("kimi_k2_6"), plan.first.hours
+    assert plan.work.completions is not None
+    assert hours is not None
+    assert hours.regenerate == plan.work.completions.hours(config.plan, num_gpus=2 * 8)
 
 
 ONE_GPU = ("plan.num_nodes=1", "plan.gpus_per_node=1", "plan.gpu_memory_gb=24")
