@@ -23,8 +23,11 @@ from eagle31.export.read import load_export
 from eagle31.json_files import read_json, write_json
 from tests.runs.forked import ROOT
 from tests.runs.here import run_command
+from train.config.compose import composed
 from train.engines.serving import DecodeJob, EngineSpec, draft_room, run_jobs
 from train.evaluation.parity import Reference
+from train.plan.sizes import RunSizes
+from train.plan.work import data_summary, run_work
 
 pytestmark = pytest.mark.timeout(1800)
 NUM_LAYERS = 16
@@ -53,14 +56,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cut
 
 
-@pytest.fixture(scope="module")
-def run(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("run")
-    prompts = [question.format(number) for question in QUESTIONS for number in range(2, 8)]
-    rows = [json.dumps({"prompt": prompt}) for prompt in prompts]
-    (directory / "prompts.jsonl").write_text("\n".join(rows))
-    done = run_command(
-        "train/main.py",
+def settings(target: Path, directory: Path) -> list[str]:
+    return [
         "recipe=any_target",
         f"target.model={target}",
         "target.dtype=bfloat16",
@@ -79,7 +76,16 @@ def run(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "evaluate.temperature=0",
         "deepspeed.precision=fp32",
         f"output_dir={directory / 'run'}",
-    )
+    ]
+
+
+@pytest.fixture(scope="module")
+def run(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("run")
+    prompts = [question.format(number) for question in QUESTIONS for number in range(2, 8)]
+    rows = [json.dumps({"prompt": prompt}) for prompt in prompts]
+    (directory / "prompts.jsonl").write_text("\n".join(rows))
+    done = run_command("train/main.py", *settings(target, directory))
     assert done.status == 0, done.err
     assert "cannot be trusted" not in done.err
     return directory / "run"
@@ -91,6 +97,15 @@ def test_the_first_tokens_state_is_captured_as_it_is(run: Path) -> None:
     size = states.square().mean(-1).sqrt()
     assert size[0] > 100
     assert size[1:].max() < size[0] / 10
+
+
+def test_the_states_take_what_the_plan_says_once_there_is_data(target: Path, run: Path) -> None:
+    config = composed(settings(target, run.parent))
+    work = run_work(RunSizes(config), data_summary(config))
+    [stage] = run.glob("artifacts/capture-*/stage.json")
+    assert work.store_bytes is not None
+    planned = work.store_bytes + work.held_out_bytes
+    assert planned == pytest.approx(read_json(stage)["summary"]["num_bytes"], rel=0.15)
 
 
 def test_decoding_drafts_what_replay_drafts(run: Path) -> None:

@@ -7,7 +7,10 @@ from train.config.setting import setting
 
 @dataclass
 class PlanConfig:
-    """What the plan cannot know. Nothing else depends on it."""
+    """What the plan cannot know. Nothing else depends on it.
+
+    Once the data stage has run, the length of samples and the assistant's part are those that it counted.
+    """
 
     document_tokens: int | None = setting(
         None, "Mean length of a sample in tokens. null: data.max_tokens.", ge=1

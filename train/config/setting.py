@@ -63,7 +63,7 @@ def _settings(config: Any, prefix: str) -> Iterator[tuple[str, Any, dataclasses.
 def _check_number(key: str, value: float, bounds: dict[str, float]) -> None:
     if not isfinite(value):
         raise UserError(key, value, "Give a finite number.")
-    bounds = {"le": _LARGEST} | bounds if "lt" not in bounds else bounds
+    bounds = bounds | {"le": bounds.get("le", _LARGEST)} if "lt" not in bounds else bounds
     if not bounds.keys() & {"ge", "gt"}:
         bounds = {"ge": -_LARGEST} | bounds
     broken = {

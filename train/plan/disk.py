@@ -87,12 +87,14 @@ def disks(sizes: RunSizes, work: Work) -> list[Disk]:
 def _uses(sizes: RunSizes, work: Work) -> Iterator[DiskUse]:
     config = sizes.config
     capture, output_dir = config.capture, Path(config.output_dir)
-    if capture.mode is CaptureMode.offline and work.store_bytes:
-        made = made_with(config, Stage.capture)
-        left = 0 if any((one / MANIFEST).exists() for one in made) else work.store_bytes - _bytes_of(made)
-        smaller = "" if capture.codec == "fp8" else "capture.codec=fp8, "
-        remedy = f"Set {smaller}capture.mode=online or a lower data.max_samples, or free some space."
-        yield DiskUse("the store", output_dir, left, remedy)
+    made = made_with(config, Stage.capture)
+    if not any((one / MANIFEST).exists() for one in made):
+        size, remedy = work.held_out_bytes, "Lower data.num_validation and data.num_test"
+        if capture.mode is CaptureMode.offline:
+            size += work.store_bytes or 0
+            smaller = "" if capture.codec == "fp8" else "capture.codec=fp8, "
+            remedy = f"Set {smaller}capture.mode=online or a lower data.max_samples"
+        yield DiskUse("the store", output_dir, size - _bytes_of(made), f"{remedy}, or free some space.")
     # One checkpoint more than are kept, and three copies of the weights.
     kept = 4 * sizes.num_parameters * (_STATES * (config.train.keep_checkpoints + 1) + 3)
     remedy = "Lower train.keep_checkpoints, or free some space."

@@ -150,9 +150,9 @@ def work_lines(work: Work) -> list[_Line]:
         ("steps", steps),
         (
             "hidden states",
-            "unknown"
-            if work.store_bytes is None
-            else gigabytes(work.store_bytes) + (" wait at most" if work.online else ""),
+            ("unknown" if work.store_bytes is None else gigabytes(work.store_bytes))
+            + (" wait at most" if work.online else "")
+            + f", and {gigabytes(work.held_out_bytes)} of held-out prompts",
         ),
         ("FLOPs of a row", f"{work.step_flops.total:.3g}"),
         ("FLOPs of training", shown(work.train_flops)),

@@ -63,7 +63,8 @@ class Work:
     capture_flops: int | None  # the target's forward passes
     completions: Completions | None
     online: bool  # whether states go to training directly
-    store_bytes: int | None  # on disk; online, of what waits at most
+    store_bytes: int | None  # of training states on disk; online, of what waits at most
+    held_out_bytes: int  # of the states of held-out prompts, which are on disk in any mode
 
 
 @dataclass(frozen=True)
@@ -103,31 +104,33 @@ def run_work(sizes: RunSizes, summary: Mapping[str, Any]) -> Work:
         summary: what the data stage recorded; empty before it has run.
     """
     config, train = sizes.config, sizes.config.train
-    tokens, tokens_from = _data_tokens(config, summary)
+    samples = _samples(config, summary)
+    tokens = samples.tokens
     row_tokens = train.rows_per_step * train.row_tokens
     steps = train.max_steps
     if steps is None and tokens is not None:
         steps = max(1, tokens * train.num_epochs // row_tokens)
     trained = None if steps is None else steps * row_tokens
-    flops = _row_flops(sizes)
+    flops = _row_flops(sizes, samples)
     captured = trained if config.capture.mode is CaptureMode.online else tokens
     if config.capture.store is not None:
         captured = 0
-    document = _document_tokens(config)
     # A forward pass multiplies and adds once with every active parameter.
-    attention = attention_flops(sizes.target_config, document) / document
+    attention = attention_flops(sizes.target_config, samples.document) / samples.document
     token_flops = 2 * sizes.target.parameters.active + attention
+    held_out = config.data.num_validation + config.data.num_test
     return Work(
         tokens=tokens,
-        tokens_from=tokens_from,
+        tokens_from=samples.how,
         trained_tokens=trained,
         steps=steps,
         step_flops=flops,
         train_flops=None if trained is None else flops.total * trained // train.row_tokens,
         capture_flops=None if captured is None else round(token_flops * captured),
-        completions=_completions(sizes, tokens, token_flops),
+        completions=_completions(sizes, samples, token_flops),
         online=config.capture.mode is CaptureMode.online,
-        store_bytes=_store_bytes(sizes, tokens),
+        store_bytes=_store_bytes(sizes, samples),
+        held_out_bytes=_encoded_bytes(sizes, "exact", held_out * samples.document, samples.fraction),
     )
 
 
@@ -165,35 +168,45 @@ def _measured_rate(output_dir: Path) -> float | None:
     return None
 
 
-def _data_tokens(config: RunConfig, summary: Mapping[str, Any]) -> tuple[int | None, str]:
-    """Return the tokens as measured, else as limited by the recipe."""
-    limit = config.data.max_samples
+@dataclass(frozen=True)
+class _Samples:
+    """The training samples: as the data stage counted them, else as the recipe describes them."""
+
+    tokens: int | None  # of all
+    document: int  # of one, the mean
+    fraction: float  # of the tokens, that are trained on
+    how: str  # in words
+
+
+def _samples(config: RunConfig, summary: Mapping[str, Any]) -> _Samples:
     if "num_tokens" in summary:
-        return summary["num_tokens"], "measured"
-    if config.data.train == SELF:
-        limit = min(limit or config.data.self_prompts.num, config.data.self_prompts.num)
+        tokens, written = summary["num_tokens"], summary["num_supervised_tokens"]
+        return _Samples(tokens, tokens // summary["num_samples"], written / tokens, "measured")
+    data, plan, limit = config.data, config.plan, config.data.max_samples
+    document, how = plan.document_tokens or data.max_tokens, "by plan.document_tokens"
+    if data.train == SELF:
+        left = data.self_prompts.num - (data.num_validation + data.num_test if data.eval is None else 0)
+        limit = min(limit or left, left)
     if limit is None:
-        return None, "unknown before the data stage, without data.max_samples"
-    mean = _document_tokens(config)
-    how = "at most" if config.plan.document_tokens is None else "by plan.document_tokens"
-    return limit * mean, f"{how}: {limit:,} samples of {mean:,} tokens"
+        how = "unknown before the data stage, without data.max_samples"
+        return _Samples(None, document, plan.assistant_fraction, how)
+    if plan.document_tokens is None or data.train == SELF:  # of the prompts, some are left out
+        how = "at most"
+    how = f"{how}: {limit:,} samples of {document:,} tokens"
+    return _Samples(limit * document, document, plan.assistant_fraction, how)
 
 
-def _document_tokens(config: RunConfig) -> int:
-    return config.plan.document_tokens or config.data.max_tokens
-
-
-def _completions(sizes: RunSizes, tokens: int | None, token_flops: float) -> Completions | None:
+def _completions(sizes: RunSizes, samples: _Samples, token_flops: float) -> Completions | None:
     config, target = sizes.config, sizes.target_config
-    if config.data.regenerate.enabled and tokens is None:
+    if config.data.regenerate.enabled and samples.tokens is None:
         return None
-    regenerated, prompts = tokens or 0 if config.data.regenerate.enabled else 0, 0
+    regenerated, prompts = samples.tokens or 0 if config.data.regenerate.enabled else 0, 0
     if config.data.train == SELF:
         prompts = config.data.self_prompts.num * config.data.self_prompts.max_new_tokens
-    fraction, document = config.plan.assistant_fraction, _document_tokens(config)
-    written = round(regenerated * fraction) + prompts
+    written = round(regenerated * samples.fraction) + prompts
     # What is read at the mean position of an answer that ends a document.
-    context, parallel = document * (1 - fraction / 2), Parallelism.of(config.vllm.engine_args)
+    context = samples.document * (1 - samples.fraction / 2)
+    parallel = Parallelism.of(config.vllm.engine_args)
     cached, on_a_gpu = (
         cached_elements(target, parts) * _CACHED_BYTES * context for parts in (1, parallel.tensor)
     )
@@ -214,36 +227,33 @@ def _completions(sizes: RunSizes, tokens: int | None, token_flops: float) -> Com
     )
 
 
-def _row_flops(sizes: RunSizes) -> StepFlops:
+def _row_flops(sizes: RunSizes, samples: _Samples) -> StepFlops:
     config, drafter = sizes.config, sizes.drafter
-    document_tokens = _document_tokens(config)
-    fraction = config.plan.assistant_fraction
     counts = typical_counts(
         config.train.row_tokens,
         config.train.ttt_steps,
-        document_tokens,
-        fraction,
+        samples.document,
+        samples.fraction,
         drafter,
         config.train.max_drafts_per_row,
     )
     return step_flops(drafter, counts, config.drafter.train_lm_head)
 
 
-def _store_bytes(sizes: RunSizes, num_tokens: int | None) -> int | None:
-    capture, drafter = sizes.config.capture, sizes.drafter
+def _store_bytes(sizes: RunSizes, samples: _Samples) -> int | None:
+    capture = sizes.config.capture
     if capture.mode is CaptureMode.online:
         return waiting_bytes(sizes.config)
     if capture.store is not None:
         return 0
-    if num_tokens is None:
+    if samples.tokens is None:
         return None
-    supervised = round(num_tokens * sizes.config.plan.assistant_fraction)
+    return _encoded_bytes(sizes, capture.codec, samples.tokens, samples.fraction)
+
+
+def _encoded_bytes(sizes: RunSizes, codec: str, num_tokens: int, fraction: float) -> int:
+    drafter = sizes.drafter
     # bfloat16 if the dtype is unknown.
     dtype = getattr(torch, sizes.config.target.dtype, torch.bfloat16)
-    return encoded_bytes(
-        capture.codec,
-        Rows(num_tokens, num_tokens, supervised),
-        len(drafter.aux_layer_ids),
-        drafter.target_hidden_size,
-        dtype,
-    )
+    rows = Rows(num_tokens, num_tokens, round(num_tokens * fraction))
+    return encoded_bytes(codec, rows, len(drafter.aux_layer_ids), drafter.target_hidden_size, dtype)

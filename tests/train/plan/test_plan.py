@@ -30,7 +30,7 @@ from train.plan.placement import place_target
 from train.plan.plan import Plan, check_gpu_memory, make_plan
 from train.plan.sizes import RunSizes, planned_config
 from train.plan.table import format_plan
-from train.plan.work import data_summary
+from train.plan.work import data_summary, run_work
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes" / "recipe").glob("*.yaml"))
 NAMED = [name for name in RECIPES if name not in ("adapt", "any_target")]
@@ -142,7 +142,7 @@ def test_the_plan_has_the_hours_and_the_trained_tokens_of_each_gpu() -> None:
 def test_the_prompts_that_a_target_writes_limit_the_samples_and_are_tokens_that_it_generates() -> None:
     settings = ("data=self", "data.self_prompts.num=1000", "data.self_prompts.max_new_tokens=50")
     work = planned("qwen3_0_6b", *settings).work
-    assert work.tokens == 1000 * 700
+    assert work.tokens == (1000 - 128 - 256) * 700  # without those that are held out
     assert work.completions is not None
     assert work.completions.tokens == work.tokens * composed("qwen3_0_6b").plan.assistant_fraction + 50_000
     fewer = planned("qwen3_0_6b", *settings, "data.max_samples=100").work
@@ -395,8 +395,8 @@ def test_tokens_are_those_of_the_newest_data_with_the_same_settings(tmp_path: Pa
         directory, given = tmp_path / "artifacts" / name, [f"output_dir={tmp_path}", *filter(None, [other])]
         note_settings(composed("kimi_k2_6", *given), Stage.data, directory)
         os.utime(directory / "settings.json", (age, age))
-        summary = {"num_tokens": tokens, "num_samples": 200_000}
-        write_json(directory / "stage.json", {"summary": summary, "seconds": 1})
+        counts = {"num_tokens": tokens, "num_supervised_tokens": tokens // 2, "num_samples": 200_000}
+        write_json(directory / "stage.json", {"summary": counts, "seconds": 1})
     note_settings(composed("kimi_k2_6", f"output_dir={tmp_path}"), Stage.data, tmp_path / "artifacts/data-3")
     work = planned("kimi_k2_6", f"output_dir={tmp_path}").work
     assert (work.tokens, work.tokens_from) == (81_920_000, "measured")
@@ -404,6 +404,17 @@ def test_tokens_are_those_of_the_newest_data_with_the_same_settings(tmp_path: Pa
     write_json(tmp_path / "artifacts/data-1/stage.json", {})
     with pytest.raises(UserError, match=r"data-1/stage\.json: It is damaged .*Delete"):
         data_summary(composed("kimi_k2_6", f"output_dir={tmp_path}"))
+
+
+def test_states_take_what_the_data_stage_counted_and_those_of_held_out_prompts_are_exact() -> None:
+    config = composed("qwen3_8b", "capture=hf", "capture.codec=fp8")
+    summary = {"num_tokens": 10_000, "num_supervised_tokens": 7_500, "num_samples": 50}
+    work = run_work(RunSizes(config), summary)
+    assert work.store_bytes == 10_000 * 5 + (3 * 10_000 + 7_500) * (4096 + 1)
+    held_out = (config.data.num_validation + config.data.num_test) * 200
+    assert work.held_out_bytes == held_out * 5 + 3.75 * held_out * 4096 * 2
+    online = run_work(RunSizes(composed("qwen3_8b", "capture=hf_online")), summary)
+    assert online.held_out_bytes == work.held_out_bytes
 
 
 def test_hours_come_from_a_speed_that_was_measured_with_another_number_of_processes(tmp_path: Path) -> None:
