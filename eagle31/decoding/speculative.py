@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from eagle31.decoding.chain import ChainDrafter
+from eagle31.kernels.plain_attention import LayerKeys, attend_by_run
+from eagle31.kernels.query_run import QueryRun
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 
@@ -80,3 +83,67 @@ def _cut(tokens: list[int], room: int, eos_token_ids: Sequence[int]) -> list[int
         if token in eos_token_ids:
             return tokens[: min(position + 1, room)]
     return tokens[:room]
+
+
+class ChainDrafter:
+    """Greedy drafts of a chain of tokens for one sequence, with a key/value cache.
+
+    A drafted token's keys follow those of the confirmed positions in the cache, where the next confirmed
+    positions overwrite them.
+    """
+
+    def __init__(self, drafter: Drafter, frozen: FrozenParts) -> None:
+        self.drafter = drafter
+        self.frozen = frozen
+        self.lm_head = frozen.lm_head or drafter.lm_head
+        self.keys: list[LayerKeys | None] = [None for _ in drafter.layers]  # by position
+        self.num_rows = 0  # confirmed positions
+
+    def draft(self, aux_hidden_states: Tensor, next_token_ids: Tensor, num_tokens: int) -> list[int]:
+        """Add the newly confirmed positions to the cache, and return the target's ids of drafts after them.
+
+        Args:
+            aux_hidden_states: [n, A, Ht] of the new positions.
+            next_token_ids: int64 [n], the token that follows each of them.
+        """
+        state = self.drafter.fuse(aux_hidden_states.to(self.frozen.embed_tokens.dtype))
+        token_ids, start = next_token_ids, self.num_rows
+        self.num_rows += len(next_token_ids)
+        drafts: list[Tensor] = []  # they stay on the device until all are there
+        for _ in range(num_tokens):
+            normed, state = self.drafter.final_states(self._step(state, token_ids, start))
+            token_ids = self.frozen.target_ids(self.lm_head(normed).argmax(-1))
+            start = self.num_rows + len(drafts)
+            drafts.append(token_ids)
+        return torch.cat(drafts).tolist()
+
+    def _step(self, state: Tensor, token_ids: Tensor, start: int) -> Tensor:
+        """Run the layers at the positions from `start` on. [n, H], int64 [n] -> [1, H], the last one's."""
+        rotation = self.drafter.rotary(torch.arange(start, start + len(state), device=state.device))
+        tokens = F.embedding(token_ids, self.frozen.embed_tokens)
+        layers = self.drafter.decoder_layers
+        for index, layer in enumerate(layers):
+            written = partial(self._written, index, start)
+            read = slice(-1, None) if layer is layers[-1] else None
+            state, _ = layer.step(state, tokens, rotation, written, self._attend, read)
+        return state
+
+    def _written(self, layer: int, start: int, keys: Tensor, values: Tensor) -> LayerKeys:
+        """Write a layer's keys and values from `start` on, and return those of all positions up to them."""
+        if (kept := self.keys[layer]) is not None:
+            keys, values = torch.cat((kept.keys[:start], keys)), torch.cat((kept.values[:start], values))
+        self.keys[layer] = found = LayerKeys(keys, values)
+        return found
+
+    def _attend(self, query: Tensor, keys: LayerKeys) -> Tensor:
+        """Attend from the last positions, as many as there are queries, to those before them."""
+        config, num_keys = self.drafter.config, len(keys.keys)
+        run = QueryRun(0, len(query), 0, num_keys).within(config.sliding_window)
+        if len(query) > 1:
+            return attend_by_run(query, keys, (run,), config.attention_scale, config.sliding_window)
+        # The heads that share a key are the rows of one product.
+        grouped = query.view(1, keys.keys.shape[1], -1, query.shape[-1])
+        visible = slice(run.key_start, num_keys)
+        key, value = (part[visible].transpose(0, 1).unsqueeze(0) for part in (keys.keys, keys.values))
+        attended = F.scaled_dot_product_attention(grouped, key, value, scale=config.attention_scale)
+        return attended.reshape(1, query.shape[1], -1)

@@ -7,10 +7,14 @@ from torch import Tensor, nn
 
 from eagle31.kernels.elementwise import GatedLinear, RMSNorm, StepLinear
 from eagle31.kernels.plain_attention import Attend, LayerKeys
-from eagle31.model.attention import NO_PRODUCTS, AttentionModule, Products
+from eagle31.model.attention import (
+    NO_PRODUCTS,
+    AttentionModule,
+    GroupedQueryAttention,
+    LatentAttention,
+    Products,
+)
 from eagle31.model.config import DrafterConfig
-from eagle31.model.gqa import GroupedQueryAttention
-from eagle31.model.mla import LatentAttention
 from eagle31.model.shapes import MlaShape
 
 

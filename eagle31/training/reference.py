@@ -91,7 +91,7 @@ def reference_loss(
         for runs in (query_runs(every_row, starts), query_runs(rows, starts))
     ]
     steps = reference_rollout(drafter, frozen.embed_tokens, batch, rows, num_steps, *attention)
-    for step, (normed, state) in enumerate(steps):
+    for step, (normed, _) in enumerate(steps):
         index = torch.nonzero(supervised[rows, step]).squeeze(1)  # of the rows that are still supervised
         with torch.no_grad():
             target_logits = frozen.target_head(batch.final_hidden_states[rows[index] + 1 + step])
@@ -104,7 +104,6 @@ def reference_loss(
         total = total + weighted
         with torch.no_grad():
             hits = logits.argmax(-1) == teacher.greedy
-        norm = state.detach()[index].norm(dim=-1, dtype=alpha.dtype).sum()
         num_rows = torch.tensor(len(index), device=rows.device)
-        sums.append([num_rows, loss.detach(), hits.sum(), alpha.detach().sum(), norm, weighted.detach()])
-    return total, DepthSums(*(torch.stack([row[i].double() for row in sums]) for i in range(6)))
+        sums.append([num_rows, loss.detach(), hits.sum(), alpha.detach().sum(), weighted.detach()])
+    return total, DepthSums(*(torch.stack([row[i].double() for row in sums]) for i in range(5)))

@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eagle31.kernels.elementwise import widened
 from eagle31.kernels.plain_attention import LayerKeys
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
@@ -37,11 +36,10 @@ class DepthSums:
     loss: Tensor  # [K]
     agreement: Tensor  # [K], rows whose greedy draft is the target's greedy token
     expected_acceptance: Tensor  # [K], sum of min(p, q)
-    state_norm: Tensor  # [K], L2 norm of the state fed back
     weighted_loss: Tensor  # [K], as it enters the total
 
     def stacked(self) -> Tensor:
-        """Return all sums as float64 [6, K], for one all-reduce."""
+        """Return all sums as float64 [5, K], for one all-reduce."""
         return torch.stack([getattr(self, f.name).double() for f in fields(self)])
 
 
@@ -108,13 +106,10 @@ def rollout_loss(
     weights = [step_decay**step for step in range(num_steps)]
 
     def loss_of(chunk: ChunkSchedule, state: Tensor, keys: list[LayerKeys]) -> tuple[Tensor, Tensor]:
-        states, norms = [], []
-        for normed, fed_back in chunk_rollout(drafter, frozen.embed_tokens, batch, chunk, state, keys):
-            states.append(normed)
-            norms.append(fed_back.detach().norm(dim=-1, dtype=widened(fed_back.dtype)).sum())
+        steps = chunk_rollout(drafter, frozen.embed_tokens, batch, chunk, state, keys)
+        states = [normed for normed, _ in steps]
         teacher = teacher_of(frozen, batch, chunk, with_metrics)
-        total, sums = one_pass_loss(states, lm_head.weight, teacher, chunk, weights, logit_rows)
-        return total, torch.cat((sums, torch.stack(norms).to(sums).unsqueeze(0)))
+        return one_pass_loss(states, lm_head.weight, teacher, chunk, weights, logit_rows)
 
     differentiated = torch.is_grad_enabled() or row_group is not None
     if schedule.chunk_rows is not None and differentiated:
@@ -123,8 +118,7 @@ def rollout_loss(
         state, keys = prefill_schedule(drafter, frozen.embed_tokens, batch, schedule, schedule.chunk_rows)
         found = [loss_of(chunk, state[chunk.query_index], keys) for chunk in schedule.chunks]
         total, sums = (sum(of_chunks[1:], of_chunks[0]) for of_chunks in zip(*found, strict=True))
-    num_rows, loss, agreement, expected, weighted, norm = sums * schedule.weight
-    return total * schedule.weight, DepthSums(num_rows, loss, agreement, expected, norm, weighted)
+    return total * schedule.weight, DepthSums(*(sums * schedule.weight))
 
 
 def positions_at_once(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle31.decoding.chain import ChainDrafter
+from eagle31.decoding.speculative import ChainDrafter
 from eagle31.kernels import plain_attention
 from eagle31.training.rollout import rollout
 from tests.eagle31.tiny import MLA, random_batch, tiny_config, tiny_drafter

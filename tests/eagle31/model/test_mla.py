@@ -13,8 +13,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from eagle31.kernels.plain_attention import LayerKeys, attend_by_run
 from eagle31.kernels.query_run import QueryRun
+from eagle31.model.attention import LatentAttention
 from eagle31.model.config import DrafterConfig
-from eagle31.model.mla import LatentAttention
 from eagle31.model.rope import Rotary
 from eagle31.model.shapes import MlaShape
 from tests.eagle31.tiny import MLA, WIDE_MLA, tiny_config

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data.samples import CapturedSample
-from eagle31.decoding.chain import ChainDrafter
+from eagle31.decoding.speculative import ChainDrafter
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter

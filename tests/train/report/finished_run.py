@@ -17,7 +17,6 @@ def train_metrics(num_steps: int = 400, every: int = 2) -> list[dict[str, Any]]:
                 "loss": 7.6 - 5.4 * learned * 0.93**depth + 0.2 * depth,
                 "agreement": 0.68 * learned * 0.93**depth,
                 "expected_acceptance": 0.6 * learned * 0.93**depth,
-                "state_norm": 16.0,
                 "num_rows": 3000 - 90 * depth,
             }
             for depth in range(7)

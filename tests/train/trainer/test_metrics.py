@@ -22,7 +22,7 @@ def window_of(num_steps: int) -> WindowSums:
     times = [0.1] * (num_steps - 1) + [0.4]
     window.steps.seconds = lambda: times  # type: ignore[method-assign]
     for _ in range(num_steps):
-        window.add(DepthSums(*(torch.tensor([5.0, 3.0]) for _ in range(6))), with_metrics=True)
+        window.add(DepthSums(*(torch.tensor([5.0, 3.0]) for _ in range(5))), with_metrics=True)
         window.count(RowCounts(num_supervised=5, num_tokens=8, flops=1000))
     return window
 
@@ -31,14 +31,14 @@ def test_means_are_over_the_rows_of_their_depth_and_metrics_over_the_steps_that_
     window = WindowSums(2, torch.device("cpu"))
     num_rows = torch.tensor([8.0, 2.0])
     means = {"loss": [2.0, 3.0], "agreement": [0.5, 0.25], "expected_acceptance": [0.75, 0.125]}
-    means |= {"state_norm": [7.0, 9.0], "weighted_loss": [2.0, 1.5]}
+    means |= {"weighted_loss": [2.0, 1.5]}
     sums = DepthSums(num_rows, **{name: num_rows * torch.tensor(mean) for name, mean in means.items()})
     window.add(sums, with_metrics=True)
     window.add(replace(sums, agreement=ZEROS, expected_acceptance=ZEROS), with_metrics=False)
     metrics = window.metrics(WORLD)
     assert metrics["depth"] == [
-        {"loss": 2, "agreement": 0.5, "expected_acceptance": 0.75, "state_norm": 7, "num_rows": 16},
-        {"loss": 3, "agreement": 0.25, "expected_acceptance": 0.125, "state_norm": 9, "num_rows": 4},
+        {"loss": 2, "agreement": 0.5, "expected_acceptance": 0.75, "num_rows": 16},
+        {"loss": 3, "agreement": 0.25, "expected_acceptance": 0.125, "num_rows": 4},
     ]
     assert metrics["loss"] == (2 * 8 + 1.5 * 2) / 8  # of all depths, per supervised position
 
