@@ -45,7 +45,7 @@ class TargetPlacement:
     gpus: int  # of one replica
     bytes_per_gpu: int  # of weights; the key-value cache and activations need more
     where: str  # in words
-    parallel: Parallelism | None = None  # of one vLLM server
+    server: ServerMemory | None = None  # on each GPU of a vLLM server; None: another engine
     devices: tuple[int, ...] | None = None  # of each node's server, as indices of those that the node shows
     memory_fraction: float | None = None  # of each of these GPUs; None: vLLM's default
     # Arguments of vLLM's engine that follow from the placement, in addition to vllm.engine_args.
@@ -159,7 +159,7 @@ def _in_servers(sizes: RunSizes, cluster: Cluster, *, writing: bool = False) -> 
     if vllm.placement is Placement.auto and free and not writing:
         with suppress(UserError):
             return _split(sizes, cluster)
-    return _shared(sizes, cluster, online=_serves_training(config) and not writing)
+    return _shared(sizes, cluster, online=config.capture.mode is CaptureMode.online and not writing)
 
 
 def _apart(sizes: RunSizes, cluster: Cluster) -> TargetPlacement:
@@ -229,10 +229,6 @@ def _shared(sizes: RunSizes, cluster: Cluster, online: bool) -> TargetPlacement:
     if smallest > (room if given is None else fraction * gpu) or fraction * gpu > room:
         _refuse_shared(sizes, cluster, server, trainer, online, given)
     return _on_gpus(sizes, cluster.num_nodes, Placement.shared, parallel, fraction)
-
-
-def _serves_training(config: RunConfig) -> bool:
-    return config.capture.source is CaptureSource.vllm and config.capture.mode is CaptureMode.online
 
 
 def _refuse_shared(
@@ -335,8 +331,8 @@ def _on_gpus(
 def _servers(
     sizes: RunSizes, kind: Placement, number: int, parallel: Parallelism, where: str
 ) -> TargetPlacement:
-    weights = sizes.server(parallel).weights
-    return TargetPlacement(kind, number, parallel.gpus, weights, f"vLLM, {where}", parallel)
+    server = sizes.server(parallel)
+    return TargetPlacement(kind, number, parallel.gpus, server.weights, f"vLLM, {where}", server)
 
 
 def _counted(number: int, noun: str) -> str:

@@ -22,7 +22,7 @@ from train.plan.disk import Disk, HostMemory, disks, host_memory
 from train.plan.memory import TOLERANCE, USABLE_FRACTION, TrainerMemory, TrainerSettings
 from train.plan.placement import TARGET_FRACTION, TargetPlacement, place_target
 from train.plan.sizes import RunSizes, trainer_settings
-from train.plan.target import ServerMemory, TargetSize
+from train.plan.target import TargetSize
 from train.plan.work import GpusAtWork, Hours, Work, run_hours, run_work
 from train.tables import gigabytes
 from train.trainer.learning_rate import described
@@ -53,7 +53,6 @@ class Way:
     memory: TrainerMemory
     target: TargetPlacement | None  # that captures; None: it cannot be placed
     servers: TargetPlacement | None  # of vLLM: the target's, or those that only write; None: there is none
-    server: ServerMemory | None  # on each GPU of a server, without its cache
     hours: Hours | None
     refusal: str | None  # why the run cannot start so
     shortages: list[Shortage]
@@ -144,7 +143,7 @@ def run_way(sizes: RunSizes, work: Work, cluster: Cluster, given: Sequence[str] 
     target, servers, hours, refusal = None, None, None, _rows_refusal(config, cluster)
     try:
         target, writers = place_target(sizes, cluster), place_target(sizes, cluster, writing=True)
-        servers = next((one for one in (target, writers) if one.parallel is not None), None)
+        servers = next((one for one in (target, writers) if one.server is not None), None)
         gpus = GpusAtWork(
             all=max(1, cluster.gpus_per_node) * (cluster.num_nodes + cluster.target_nodes),
             train=cluster.num_ranks,
@@ -163,7 +162,6 @@ def run_way(sizes: RunSizes, work: Work, cluster: Cluster, given: Sequence[str] 
         memory=memory,
         target=target,
         servers=servers,
-        server=None if servers is None or servers.parallel is None else sizes.server(servers.parallel),
         hours=hours,
         refusal=refusal,
         shortages=shortages,

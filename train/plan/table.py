@@ -60,12 +60,11 @@ def _memory_of(way: Way) -> str:
     room = "" if gpu is None else f" of {gigabytes(gpu)}"
     each = "GPU" if way.cluster.gpus_per_node else "process"
     training = f"training {gigabytes(way.memory.total)}{room} per {each}"
-    if way.server is None:
+    if way.servers is None or way.servers.server is None:
         return training
-    given = None if way.servers is None else way.servers.memory_fraction
+    given, server = way.servers.memory_fraction, way.servers.server
     taken = "" if given is None or gpu is None else f" and takes {gigabytes(int(given * gpu))}"
-    needed = gigabytes(way.server.least)
-    return f"{training}; vLLM needs {needed}{taken}, weights {gigabytes(way.server.weights)}"
+    return f"{training}; vLLM needs {gigabytes(server.least)}{taken}, weights {gigabytes(server.weights)}"
 
 
 def hours_lines(found: Hours | None) -> list[_Line]:

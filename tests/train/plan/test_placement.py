@@ -77,10 +77,10 @@ def assert_fits(found: TargetPlacement, cluster: Cluster, sizes: RunSizes) -> No
     """Check that the server has the GPUs of its engines, and that their memory is enough."""
     assert cluster.gpu_bytes is not None
     assert found.memory_fraction is not None
-    assert found.parallel is not None
+    assert found.server is not None
     assert found.gpus == len(found.devices or ())
     assert Parallelism.of({**sizes.config.vllm.engine_args, **found.engine_args}).gpus == found.gpus
-    needed = sizes.server(found.parallel).least
+    needed = found.server.least
     assert needed <= found.memory_fraction * cluster.gpu_bytes + 0.001 * cluster.gpu_bytes  # rounded down
     if found.kind is SHARED and sizes.config.capture.mode.value == "online":
         training = sizes.trainer(cluster.num_ranks, "cuda").total

@@ -93,8 +93,9 @@ def test_long_contexts_fit_a_node_that_trains_and_one_that_captures(recipe: str)
     assert two.works
     assert two.settings.row_tokens == 131_072
     # A cache of four such sequences would fit no GPU of Kimi's.
-    assert two.server is not None
-    assert two.server.least_sequences == 1
+    assert two.servers is not None
+    assert two.servers.server is not None
+    assert two.servers.server.least_sequences == 1
     assert one.works == (recipe == "llama3_1_8b")
 
 
