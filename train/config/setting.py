@@ -63,9 +63,6 @@ def _settings(config: Any, prefix: str) -> Iterator[tuple[str, Any, dataclasses.
 def _check_number(key: str, value: float, bounds: dict[str, float]) -> None:
     if not isfinite(value):
         raise UserError(key, value, "Give a finite number.")
-    bounds = bounds | {"le": bounds.get("le", _LARGEST)} if "lt" not in bounds else bounds
-    if not bounds.keys() & {"ge", "gt"}:
-        bounds = {"ge": -_LARGEST} | bounds
     broken = {
         "ge": lambda bound: value < bound,
         "gt": lambda bound: value <= bound,
@@ -74,3 +71,5 @@ def _check_number(key: str, value: float, bounds: dict[str, float]) -> None:
     }
     if any(broken[name](bound) for name, bound in bounds.items()):
         raise UserError(key, value, f"It must be {bounds_in_words(bounds)}.")
+    if abs(value) > bounds.get("le", _LARGEST):
+        raise UserError(key, value, f"No setting means anything beyond {_LARGEST:,}.")
