@@ -1,4 +1,4 @@
-"""Ranks of which one, RANK, dies without a word: torchrun lost_rank_worker.py RANK"""
+"""Ranks of which one, RANK, dies without a word: lost_rank_worker.py RANK"""
 
 import os
 import signal

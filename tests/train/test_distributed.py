@@ -1,9 +1,5 @@
 """What a process of a run does before the others are known."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from eagle31.errors import UserError
-from tests.runs.forked import ROOT
+from tests.runs.forked import start
 from train import distributed
 from train.distributed import World, made_by_main, post_failure, read_when_set, wait_for, wait_for_ranks
 
@@ -67,20 +63,15 @@ def test_a_wait_for_a_lost_rank_has_a_limit(values: dist.Store, monkeypatch: pyt
     ("lost", "said"), [(1, "error: rank 1=silent for"), (0, "error: rank 0=its node is gone")]
 )
 def test_a_node_that_dies_ends_the_others(lost: int, said: str, tmp_path: Path) -> None:
-    worker = Path(__file__).with_name("lost_rank_worker.py")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    nodes = []
-    for rank in range(2):
-        node = ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", "127.0.0.1"]
-        command = [sys.executable, "-m", "torch.distributed.run", *node, "--master-port", port, worker, lost]
-        with (tmp_path / f"{rank}.log").open("w") as log:
-            nodes.append(
-                subprocess.Popen([*map(str, command)], stderr=log, env=os.environ | {"PYTHONPATH": str(ROOT)})
-            )
-    assert [node.wait(timeout=100) for node in nodes] == [1, 1]
-    assert said in (tmp_path / f"{1 - lost}.log").read_text()
+    worker = "tests/train/lost_rank_worker.py"
+    ranks = start(worker, lost, log=tmp_path / "log", num_processes=2, num_nodes=2)
+    try:
+        for one in ranks.processes:
+            one.join(100)
+        assert ranks.processes[1 - lost].exitcode == 1
+    finally:
+        ranks.kill()
+    assert said in ranks.printed()
 
 
 def test_what_rank_0_makes_counts_on_every_rank(values: dist.Store) -> None:

@@ -23,6 +23,8 @@ from train.plan.memory import TrainerSettings, trainer_memory
 from train.trainer.process_groups import ensure_process_group
 
 CPU = torch.device("cpu")
+LIBC = ctypes.CDLL("libc.so.6")
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of malloc.h
 
 
 def resident_bytes(key: str) -> int:
@@ -33,7 +35,7 @@ def resident_bytes(key: str) -> int:
 def settle() -> int:
     """Return freed memory to the system, reset the high-water mark, and return the resident memory."""
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    LIBC.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return resident_bytes("VmRSS")
 
@@ -82,6 +84,9 @@ def measure_alone(spec: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    # Freed memory is returned at once, so that the process holds only its tensors.
+    LIBC.mallopt(M_MMAP_THRESHOLD, 1 << 18)
+    LIBC.mallopt(M_ARENA_MAX, 1)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     gc.freeze()  # DeepSpeed collects garbage often, and each child would visit all that was imported

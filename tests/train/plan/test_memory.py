@@ -1,16 +1,13 @@
 """The plan's memory model compared with measured peaks of real training steps, in a separate process."""
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from eagle31.cost.flops import StepCounts
 from eagle31.model.config import DrafterConfig
-from tests.runs.forked import ROOT
+from tests.runs.forked import run
 from train.plan.memory import TrainerSettings, trainer_memory
 
 TOLERANCE = 0.15
@@ -91,23 +88,11 @@ def measured(request: pytest.FixtureRequest) -> dict[str, Any]:
         {"config": config, "settings": SETTINGS | settings, "num_steps": 3, "prompt_tokens": prompt_tokens}
         for config, settings, prompt_tokens in map(CASES.__getitem__, names)
     ]
-    settings = {
-        "OMP_NUM_THREADS": "1",
-        # Freed memory is returned at once, so that the process holds only its tensors.
-        "MALLOC_MMAP_THRESHOLD_": "262144",
-        "MALLOC_ARENA_MAX": "1",
-        # On a processor with bf16 instructions, oneDNN keeps repacked copies of bf16 weights.
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-    }
-    done = subprocess.run(
-        [sys.executable, "tests/train/plan/memory_worker.py", json.dumps(specs)],
-        cwd=ROOT,
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"peak"')]
+    # On a processor with bf16 instructions, oneDNN keeps repacked copies of bf16 weights.
+    variables = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    worker = "tests/train/plan/memory_worker.py"
+    printed = run(worker, json.dumps(specs), variables=variables, torchrun=False)
+    lines = [line for line in printed.splitlines() if line.startswith('{"peak"')]
     return dict(zip(names, map(json.loads, lines), strict=True))
 
 
