@@ -241,7 +241,7 @@ def recipe_arguments(name: str, directory: Path, rows_per_step: int, ttt_steps: 
         "optim.lr=5e-3",
         "deepspeed.precision=fp32",
         "export.dtype=float32",
-        "evaluate.max_new_tokens=48",
+        "evaluate.max_new_tokens=8",  # of the held-out answers, of which only the prompts are used
         "stages=[data,vocab,answers,capture,train,export]",
         *(() if set(PRUNED) & set(case.overrides) else ("drafter.draft_vocab_size=null",)),
         *case.overrides,

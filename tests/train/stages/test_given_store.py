@@ -1,4 +1,4 @@
-"""Runs that read a store which another run has captured, here from object storage."""
+"""Runs that read a store which another run has captured, from a directory or a URL."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,6 @@ import pytest
 from data.embedded.target import EmbeddedTarget
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
-from tests.data.store.s3 import s3_bucket
 from tests.train.small_run import RECIPE, arguments, metrics_of
 from tests.train.torchrun import run_here
 
@@ -25,7 +24,7 @@ def _with_texts(finished: Path, directory: Path) -> Path:
     return directory
 
 
-def test_a_run_reads_the_store_of_another_from_object_storage(
+def test_a_run_reads_the_store_of_another_at_a_url(
     small_target: EmbeddedTarget,
     finished: tuple[Path, str],
     tmp_path: Path,
@@ -33,28 +32,28 @@ def test_a_run_reads_the_store_of_another_from_object_storage(
 ) -> None:
     monkeypatch.setenv("EAGLE31_CACHE", str(tmp_path / "descriptions"))
     directory = _with_texts(finished[0], tmp_path / "run")
-    with s3_bucket() as bucket:
-        url = f"{bucket}/store"
-        fsspec.filesystem("s3").put(f"{_store_of(finished[0])}/", url, recursive=True)
-        command = [
-            *arguments(small_target, directory),
-            "stages=[data,vocab,answers,capture,train]",
-            "train.max_steps=1",
-            f"capture.store={url}",
-        ]
-        run_here(RECIPE, *command)
-        [captured] = directory.glob("artifacts/capture-*")
-        # Only the held-out states are captured here.
-        assert not (captured / "train").exists()
-        expected = read_json(_store_of(finished[0]).parent / "stage.json")["summary"]
-        found = read_json(captured / "stage.json")["summary"]
-        assert {name: found[name] for name in ("num_samples", "num_tokens")} == {
-            name: expected[name] for name in ("num_samples", "num_tokens")
-        }
-        first, *_ = [one for one in metrics_of(directory) if one["kind"] == "train"]
-        again, *_ = [one for one in metrics_of(finished[0]) if one["kind"] == "train"]
-        assert (first["loss"], first["grad_norm"]) == (again["loss"], again["grad_norm"])
-    with pytest.raises(UserError, match=rf"capture\.store={url}: It cannot be read"):
+    url = f"memory://{tmp_path.name}/store"
+    fsspec.filesystem("memory").put(f"{_store_of(finished[0])}/", url, recursive=True)
+    command = [
+        *arguments(small_target, directory),
+        "stages=[data,vocab,answers,capture,train]",
+        "train.max_steps=1",
+        f"capture.store={url}",
+    ]
+    run_here(RECIPE, *command)
+    [captured] = directory.glob("artifacts/capture-*")
+    # Only the held-out states are captured here.
+    assert not (captured / "train").exists()
+    expected = read_json(_store_of(finished[0]).parent / "stage.json")["summary"]
+    found = read_json(captured / "stage.json")["summary"]
+    assert {name: found[name] for name in ("num_samples", "num_tokens")} == {
+        name: expected[name] for name in ("num_samples", "num_tokens")
+    }
+    first, *_ = [one for one in metrics_of(directory) if one["kind"] == "train"]
+    again, *_ = [one for one in metrics_of(finished[0]) if one["kind"] == "train"]
+    assert (first["loss"], first["grad_norm"]) == (again["loss"], again["grad_norm"])
+    fsspec.filesystem("memory").rm(url, recursive=True)
+    with pytest.raises(UserError, match=rf"capture\.store={url}: "):
         run_here(RECIPE, *command)
 
 
