@@ -8,6 +8,7 @@ from torch import Tensor
 
 import tests.eagle31.kernels.interpreted  # noqa: F401  # before the kernels
 from eagle31.kernels.loss import read_teacher
+from eagle31.training import fused_loss
 from eagle31.training.batch import supervised_drafts
 from eagle31.training.fused_loss import _add_product, _add_wide_product, loss_with_gradient, one_pass_loss
 from eagle31.training.reference import plain_loss
@@ -49,8 +50,9 @@ def test_the_loss_is_finite_where_the_drafter_gives_almost_no_mass() -> None:
     assert gradient.isfinite().all()
 
 
-def test_the_kernels_loss_is_the_plain_operations() -> None:
+def test_the_kernels_loss_is_the_plain_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chunks, of which the second has fewer positions, and not one for each step's rows."""
+    monkeypatch.setattr(fused_loss, "BLOCK_LOGITS", 3 * DRAFT_VOCAB)  # several blocks, on the CPU
     generator = torch.Generator().manual_seed(0)
     mask = torch.tensor([False, True, True, True, True, True, False, True, True, True, False])
     documents = torch.zeros(len(mask), dtype=torch.long)
