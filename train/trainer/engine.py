@@ -17,6 +17,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
@@ -104,16 +105,37 @@ class TrainedModule(nn.Module):
         return deepspeed.zero.GatheredParameters(list(self.parameters()))
 
 
-class ModelEngine(deepspeed.DeepSpeedEngine):
-    """DeepSpeed's engine with the same optimizer for ZeRO 1 as for ZeRO 2.
+class Bf16Optimizer(BF16_Optimizer):
+    """DeepSpeed's optimizer for ZeRO 1 in bf16, whose step leaves it to the wrapped optimizer to skip.
 
-    The one that DeepSpeed has for ZeRO 1 in bf16 takes no step whose gradient is zero or not finite.
+    Every rank has the whole reduced gradient.
     """
 
-    def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        zero = self._configure_zero_optimizer(optimizer)
-        zero.compute_grad_norm = False  # the step does, without waiting for the device
-        return zero
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update this rank's float32 weights, and gather them in bf16."""
+        assert closure is None
+        partitions = zip(
+            self.fp32_groups_flat_partition, self.fp32_groups_gradient_flat_partition, strict=True
+        )
+        for weights, gradients in partitions:
+            weights.grad = gradients
+        self.optimizer.step()
+        self.update_lp_params()  # the engine clears the gradients
+
+
+class ModelEngine(deepspeed.DeepSpeedEngine):
+    """DeepSpeed's engine with `Bf16Optimizer`."""
+
+    def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer) -> Bf16Optimizer:
+        return Bf16Optimizer(
+            optimizer,
+            self.param_names,
+            bfloat16_config=self._config.bfloat16_config,
+            allgather_bucket_size=self.zero_allgather_bucket_size(),
+            dp_process_group=self.seq_data_parallel_group,
+            grad_acc_dtype=torch.float32,
+        )
 
 
 def deepspeed_config(

@@ -19,8 +19,15 @@ from train.distributed import World
 from train.trainer.checkpoint_files import WEIGHTS, SavedFragment, SavedParts
 
 # What is used of DeepSpeed's internals: of its optimizers, the float32 weights first; and of each weight.
+_WHOLE = "fp32_groups_gradients_flat"
 _OF_OPTIMIZER = {
     "DeepSpeedZeroOptimizer": ("single_partition_of_fp32_groups", "averaged_gradients"),
+    "Bf16Optimizer": (
+        "fp32_groups_flat_partition",
+        "fp32_groups_gradient_flat_partition",
+        _WHOLE,
+        "update_lp_params",
+    ),
     "DeepSpeedZeroOptimizer_Stage3": (
         "fp32_partitioned_groups_flat",
         "averaged_gradients",
@@ -67,13 +74,20 @@ def master_weights(model_engine: deepspeed.DeepSpeedEngine) -> list[Tensor]:
     return list(getattr(optimizer, _OF_OPTIMIZER[type(optimizer).__name__][0]))
 
 
+def has_whole_gradient(model_engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Return whether every rank has the whole reduced gradient, and not a part of it."""
+    return not model_engine.zero_optimization() or hasattr(model_engine.optimizer, _WHOLE)
+
+
 def reduced_gradients(model_engine: deepspeed.DeepSpeedEngine) -> list[Tensor]:
-    """Return the parts of the reduced gradient that this rank updates with, float32.
+    """Return the reduced gradient, or this rank's part of it, float32.
 
     Call between a step's last backward pass and the model engine's step.
     """
     if not model_engine.zero_optimization():
         found = [weight.grad for weight in master_weights(model_engine)]
+    elif has_whole_gradient(model_engine):
+        found = getattr(model_engine.optimizer, _WHOLE)
     elif model_engine.zero_cpu_offload():
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # they are copied on another stream

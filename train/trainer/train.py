@@ -19,7 +19,7 @@ from train.stop import Stopped
 from train.tracking import Tracker
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.engine import full_state
-from train.trainer.engine_state import reduced_gradients
+from train.trainer.engine_state import has_whole_gradient, reduced_gradients
 from train.trainer.metrics import WindowSums, source_metrics
 from train.trainer.settings import LoopSettings
 from train.trainer.skipped import SkippedSteps, spoiled_unless_finite
@@ -156,7 +156,7 @@ def optimizer_step(
         loss, sums = model_engine(row.batch, row.schedule, with_metrics)
         model_engine.backward(loss * scale.to(loss.dtype) * spoiled_unless_finite(loss))
         if last:
-            divided = world.device if model_engine.zero_optimization() else None
+            divided = None if has_whole_gradient(model_engine) else world.device
             norm = clip_gradient(reduced_gradients(model_engine), max_grad_norm, divided)
             optimizer = model_engine.basic_optimizer
             optimizer.found_inf = (~norm.isfinite()).float()  # then it changes nothing

@@ -1,0 +1,56 @@
+"""A step of each recipe's drafter takes the memory on a GPU that the plan says."""
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from eagle31.cost.flops import count_step
+from eagle31.cost.memory import step_memory
+from scripts.bench.pretended_gpu.backward import backward, grad
+from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu
+from scripts.bench.roofline import RowStep, typical_row
+from tests.pretended_gpu.live_bytes import LiveBytes
+from tests.train.torchrun import composed
+from train.plan.sizes import RunSizes, trainer_settings
+
+IN_EVERY_RUN = ("kimi_k2_6", "llama3_1_8b", "qwen3_0_6b")
+OTHERS = sorted(
+    {path.stem for path in Path("recipes/recipe").glob("*.yaml")}
+    - {*IN_EVERY_RUN, "adapt", "any_target", "quickstart"}
+)
+
+
+def freed(weight: Tensor) -> None:
+    """Drop a gradient, as DeepSpeed does once it has added it to its own."""
+    weight.grad = None
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [*IN_EVERY_RUN, *(pytest.param(name, marks=pytest.mark.full("a few seconds each")) for name in OTHERS)],
+)
+def test_a_step_takes_the_memory_that_the_plan_says(recipe: str) -> None:
+    sizes = RunSizes(composed(recipe))
+    settings, train = trainer_settings(sizes.config, num_ranks=1), sizes.config.train
+    with PretendedGpu(), patch("torch.autograd.grad", grad):
+        step = RowStep(sizes, CUDA)
+        for weight in step.drafter.parameters():
+            weight.register_post_accumulate_grad_hook(freed)
+        with LiveBytes() as live:
+            step.run(backward)
+    row = typical_row(sizes, torch.bfloat16, torch.device("meta"))
+    counts = count_step(row, train.ttt_steps, sizes.drafter, train.max_drafts_per_row)
+    planned = step_memory(
+        sizes.drafter,
+        counts,
+        row_tokens=train.row_tokens,
+        itemsize=settings.itemsize,
+        head_trained=settings.train_lm_head,
+        rollout_chunk=train.rollout_chunk,
+        device="cuda",
+        with_metrics=False,
+    )
+    assert planned.total - planned.batch == pytest.approx(live.peak, rel=0.1)
