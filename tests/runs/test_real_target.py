@@ -185,10 +185,15 @@ def test_what_vllm_must_not_do_fails_in_bfloat16(
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
     [answers] = run.glob("artifacts/answers-*/test")
     prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in load_from_disk(str(answers))]
-    jobs = []
+    jobs, trained = [], tmp_path / "trained"
+    shutil.copytree(run / "export", trained)
+    tensors = load_file(trained / "model.safetensors")
+    # After few steps the last norm's weights are near 1: a drafter that leaves it out drafts nearly the same.
+    tensors["norm.weight"] = tensors["norm.weight"] * torch.linspace(0.5, 2, len(tensors["norm.weight"]))
+    save_file(tensors, trained / "model.safetensors", {"format": "pt"})
     for name, change in MISTAKES.items():
         export = tmp_path / name.replace(" ", "_")
-        shutil.copytree(run / "export", export)
+        shutil.copytree(trained, export)
         config, tensors = read_json(export / "config.json"), load_file(export / "model.safetensors")
         change(config, tensors)
         write_json(export / "config.json", config)
@@ -203,7 +208,7 @@ def test_what_vllm_must_not_do_fails_in_bfloat16(
         )
         jobs.append(DecodeJob(name, engine, prompts, 64))
     spec, cpu = TargetSpec(str(target), dtype="float32"), torch.device("cpu")
-    loaded = load_export(run / "export", cpu, torch.float32)
+    loaded = load_export(trained, cpu, torch.float32)
     reference = Reference.load(loaded, load_target_parts(spec), spec, cpu)
     failures = {}
     for result in run_jobs(jobs, vllm_python, tmp_path / "vllm.log"):
@@ -211,4 +216,4 @@ def test_what_vllm_must_not_do_fails_in_bfloat16(
         served = result.passes[0].served
         failures[result.name] = reference.compare(prompts, served, K, torch.bfloat16).failures
     assert not failures.pop("right")
-    assert all("drafts differ" in one[0] or "tokens" in one[0] for one in failures.values()), failures
+    assert all("drafts differ" in str(one) or "tokens" in str(one) for one in failures.values()), failures
