@@ -19,7 +19,7 @@ from eagle31.errors import UserError
 from eagle31.json_files import read_json_object, write_json
 
 MANIFEST = "stage.json"
-LOCK_FILE = ".lock"  # in the output directory
+_LOCK_FILE = ".lock"  # in the output directory
 _STARTED = "started.json"  # when an unfinished stage was started, and how long its earlier starts took
 # How this project, and how safetensors, names what is being written.
 _LEFTOVER = re.compile(r"\..+\.partial|\.tmp\w{6}")
@@ -130,9 +130,9 @@ def exclusive(output_dir: Path) -> Iterator[None]:
         UserError: another run holds it.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
-    lock = try_lock(output_dir / LOCK_FILE)
+    lock = try_lock(output_dir / _LOCK_FILE)
     if lock is None:
-        who = holder(output_dir / LOCK_FILE)
+        who = holder(output_dir / _LOCK_FILE)
         remedy = f"Another run is using this directory: {who}. Wait for it or end it."
         raise UserError("output_dir", output_dir, remedy)
     with lock:

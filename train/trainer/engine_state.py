@@ -18,8 +18,8 @@ from eagle31.errors import UserError
 from train.distributed import World
 from train.trainer.checkpoint_files import WEIGHTS, SavedFragment, SavedParts
 
+_WHOLE = "fp32_groups_gradients_flat"  # of the optimizer that has the whole gradient
 # What is used of DeepSpeed's internals: of its optimizers, the float32 weights first; and of each weight.
-_WHOLE = "fp32_groups_gradients_flat"
 _OF_OPTIMIZER = {
     "DeepSpeedZeroOptimizer": ("single_partition_of_fp32_groups", "averaged_gradients"),
     "Bf16Optimizer": (
