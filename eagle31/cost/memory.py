@@ -29,7 +29,9 @@ class StepMemory:
     head_gradient: int  # accumulated in float32, if the head is trained
     cast_gradient: int  # the same in the training dtype, which backward passes on; 0 if that is float32
     loss_part: int  # logits, distributions; on the CPU some of the head's gradient
-    backward: int  # the largest module's gradients, and those of the state between modules
+    # At the last step, without the activations that it has released: the gradients of the largest module, of
+    # the state between modules, and of the weights, which every step adds to.
+    backward: int
 
     @property
     def total(self) -> int:
@@ -37,11 +39,8 @@ class StepMemory:
 
         That part is released when the backward pass starts, and the sums in float32 once they are cast.
         """
-        passed_on = self.cast_gradient or self.head_gradient
         largest = max(
-            self.head_gradient + self.loss_part,
-            self.head_gradient + self.cast_gradient,
-            passed_on + self.backward,
+            self.head_gradient + self.loss_part, self.head_gradient + self.cast_gradient, self.backward
         )
         return self.batch + self.prefill + self.activations + self.state_gradients + largest
 
@@ -83,24 +82,24 @@ def step_memory(
             prefill += counts.keys * TILE * itemsize  # the attention's mask
         rows = tuple(min(rollout_chunk, rows) for rows in counts.rows)
         counts = replace(counts, rows=rows, teachers=min(counts.teachers, rollout_chunk + len(rows) - 1))
-    rolled_out, layers = counts.rolled_out, config.num_hidden_layers
-    later = rolled_out - counts.rows[0]
-    if in_chunks and layers == 1:
-        kept = step.keys(later) + step.rows(rolled_out) + 2 * counts.teachers * hidden * itemsize
-    else:
-        kept = step.fusion(counts.keys) + step.shared_products(counts)
-        kept += step.keys(counts.keys + later) * layers + step.rows(rolled_out)
-        kept += (layers - 1) * step.rows(counts.keys + later)
-    kept += step.dropped(counts, device)
+    # Chunks drop those of the keys and compute them again, in one layer a part at a time.
+    of_keys, of_drafts = step.key_activations(counts.keys), step.draft_activations(counts, device)
+    kept = of_keys + of_drafts
+    if in_chunks:
+        kept = of_drafts if config.num_hidden_layers == 1 else max(of_keys, of_drafts)
+    kept += step.padded_values(counts.keys, device)
+    head_gradient = head * _WIDE if head_trained else 0
+    cast_gradient = head * itemsize if head_trained and narrow else 0
+    passed_on = cast_gradient or head_gradient
     return StepMemory(
         batch=row_tokens * (num_aux + 1) * config.target_hidden_size * itemsize * num_rows,
         prefill=prefill,
         activations=kept,
-        state_gradients=rolled_out * hidden * itemsize,
-        head_gradient=head * _WIDE if head_trained else 0,
-        cast_gradient=head * itemsize if head_trained and narrow else 0,
+        state_gradients=counts.rolled_out * hidden * itemsize,
+        head_gradient=head_gradient,
+        cast_gradient=cast_gradient,
         loss_part=_loss_part(config, counts, itemsize, device, with_metrics) + product,
-        backward=step.backward(counts, device, in_chunks),
+        backward=step.backward(counts, device, in_chunks) + (passed_on if in_chunks else 0),
     )
 
 
@@ -173,25 +172,36 @@ class _Step:
         aux = len(self.config.aux_layer_ids) * self.config.target_hidden_size
         return rows * (aux * (2 if self.config.fc_norm else 1) + self.config.hidden_size) * self.itemsize
 
-    def shared_products(self, counts: StepCounts) -> int:
-        """Return the bytes of the embeddings and their norm, which the queries select once more."""
-        return 2 * (counts.keys + counts.teachers) * self.config.hidden_size * self.itemsize
+    def key_activations(self, keys: int) -> int:
+        """Return the bytes of the key rows, from the captured states to the last layer's keys and values."""
+        layers = self.config.num_hidden_layers
+        # Embeddings, their norm, and the last layer's normed state.
+        states = 3 * keys * self.config.hidden_size * self.itemsize
+        return self.fusion(keys) + states + layers * self.keys(keys) + (layers - 1) * self.rows(keys)
+
+    def draft_activations(self, counts: StepCounts, device: str) -> int:
+        """Return the bytes of the rows that are rolled out, in all steps."""
+        layers, later = self.config.num_hidden_layers, counts.rolled_out - counts.rows[0]
+        # Embeddings and their norm; what the last layer and the final norm make.
+        states = 2 * (counts.teachers + counts.rolled_out) * self.config.hidden_size * self.itemsize
+        kept = states + layers * self.keys(later) + self.rows(counts.rolled_out)
+        return kept + (layers - 1) * self.rows(later) + self.dropped(counts, device)
 
     def keys(self, rows: int) -> int:
-        """Return the bytes of the normed state, its keys and values, and RoPE's tables."""
-        kept = attention_projections(self.config).key_kept
-        width = self.config.hidden_size + self.key_value_width + kept
+        """Return the bytes of keys and values, of what their projections keep, and RoPE's tables."""
+        width = self.key_value_width + attention_projections(self.config).key_kept
         return rows * (width * self.itemsize + 2 * self.config.rotary_width * _WIDE)
 
     def rows(self, rows: int) -> int:
-        """Return the bytes from the query to the normed output; `keys` has those before."""
+        """Return the bytes of a layer but its keys and values and its output, which the next one has."""
         hidden, heads = self.config.hidden_size, self.config.num_attention_heads
-        # Before attention: the state of the rows that continue. After it: the residual sum, its norm, the
-        # layer's output and the normed output.
-        width = 5 * hidden + self.query_width + heads * self.config.value_width
+        # Before attention: the state of the rows that continue, and its norm. After it: the residual sum and
+        # its norm.
+        width = 4 * hidden + self.query_width + heads * self.config.value_width
         width += 2 * self.config.intermediate_size
         width += attention_projections(self.config).query_kept
-        return rows * (width * self.itemsize + heads * _WIDE)
+        # In float32 the log-sum-exp of each head and three norms' factors.
+        return rows * (width * self.itemsize + (heads + 3) * _WIDE)
 
     def on_flash(self, device: str) -> bool:
         """Return whether the flash kernel for CUDA computes, which has no float32."""
@@ -201,7 +211,8 @@ class _Step:
         """Return the bytes that rows of step 0 have at later steps which they do not take part in."""
         missing = len(counts.rows) * counts.rows[0] - counts.rolled_out
         width = self.key_value_width * self.config.num_hidden_layers if self.on_flash(device) else 0
-        tables = len(counts.rows) * counts.rows[0] if missing else 0  # RoPE's, which are selected from
+        # RoPE's, which are selected from; `keys` has those of later steps.
+        tables = counts.rows[0] * (len(counts.rows) if missing else 1)
         return missing * width * self.itemsize + tables * 2 * self.config.rotary_width * _WIDE
 
     def prefill(self, keys: int) -> int:
@@ -209,34 +220,50 @@ class _Step:
         width = self.key_value_width * self.config.num_hidden_layers
         return keys * (2 * self.config.hidden_size * self.itemsize + width * (self.itemsize + _WIDE))
 
+    def padded_values(self, keys: int, device: str) -> int:
+        """Return the bytes of values in the width of keys, where the kernel needs them.
+
+        Layers before the last have them twice, for the key rows and for the drafts.
+        """
+        if not self.on_flash(device) or self.config.value_width == self.config.head_dim:
+            return 0
+        width = self.config.num_key_value_heads * self.config.head_dim
+        return (2 * self.config.num_hidden_layers - 1) * keys * width * self.itemsize
+
     def backward(self, counts: StepCounts, device: str, in_chunks: bool) -> int:
-        """Return the bytes of the larger of MLP's and attention's gradients, at the first step."""
-        rows, hidden = counts.rows[0], self.config.hidden_size
-        mlp = 3 * self.config.intermediate_size
-        query = self.query_width
+        """Return the bytes of the larger of MLP's and attention's gradients, and of those of the weights."""
+        rows, hidden, inner = counts.rows[0], self.config.hidden_size, self.config.intermediate_size
+        query, value = self.query_width, self.config.num_attention_heads * self.config.value_width
         later_steps = len(counts.rows) - 1
+        weights = (3 * inner + value) * hidden * self.itemsize
         if self.on_flash(device):
-            # The output's gradient, both in the kernel's width, the query's gradient from the kernel and with
-            # the rollout terms, and the sums of the rollout keys' gradients.
-            value = self.config.num_attention_heads * self.config.value_width
-            attention = (value + 4 * query + later_steps * self.key_value_width) * self.itemsize
-            # Values in the kernel's width, a step's gradients, and their sums; `prefill` has those of chunks.
-            wide = 2 * self.config.num_key_value_heads * self.config.head_dim
-            padded = wide // 2 if wide > self.key_value_width else 0
-            sums = 0 if in_chunks else self.key_value_width * _WIDE
-            keys = counts.keys * ((padded + wide) * self.itemsize + sums)
-            return rows * (max(mlp * self.itemsize, attention) + 2 * hidden * self.itemsize) + keys
-        # The rollout terms are computed in float32, whatever the training dtype.
-        attention = 3 * query * self.itemsize + (4 * query + later_steps * self.key_value_width) * _WIDE
-        # The sums over steps and one step's gradients; `prefill` has the sums of chunks.
-        keys = (1 if in_chunks else 2) * counts.keys * self.key_value_width * self.itemsize
-        if device == "cpu" and self.config.value_width == self.config.head_dim and in_chunks:
-            keys *= 2  # the flash kernel reads the keys in another order
-        if device == "cpu" and self.config.value_width < self.config.head_dim:
-            # Matrix products of a tile: the keys in another order, and four matrices of scores.
-            scores = 4 * self.config.num_attention_heads * TILE * _WIDE
-            keys += counts.keys * (self.key_value_width * self.itemsize + scores)
-        return rows * (max(mlp * self.itemsize, attention) + 2 * hidden * self.itemsize) + keys
+            mlp = inner  # gate and up become their gradients
+            # Those of the output, then output and its gradient in the kernel's width, and the query's.
+            attention = rows * (value + 3 * query) * self.itemsize
+            # Then a call's gradients of keys and values, or all gradients with the rollout terms.
+            of_call = 2 * counts.keys * self.config.num_key_value_heads * self.config.head_dim
+            attention += (
+                max(of_call, rows * (query + (1 + later_steps) * self.key_value_width)) * self.itemsize
+            )
+            # Their sums; `prefill` has those of chunks.
+            attention += 0 if in_chunks else counts.keys * self.key_value_width * _WIDE
+        else:
+            mlp = 3 * inner
+            # The rollout terms are computed in float32, whatever the training dtype.
+            width = 3 * query * self.itemsize + (4 * query + later_steps * self.key_value_width) * _WIDE
+            # The sums over steps and one step's gradients; `prefill` has the sums of chunks.
+            keys = (1 if in_chunks else 2) * counts.keys * self.key_value_width * self.itemsize
+            if device == "cpu" and self.config.value_width == self.config.head_dim and in_chunks:
+                keys *= 2  # the flash kernel reads the keys in another order
+            if device == "cpu" and self.config.value_width < self.config.head_dim:
+                # Matrix products of a tile: the keys in another order, and four matrices of scores.
+                scores = 4 * self.config.num_attention_heads * TILE * _WIDE
+                keys += counts.keys * (self.key_value_width * self.itemsize + scores)
+            attention = rows * width + keys
+        # The last step has released its MLP's activations, its states and the gradient of the last one.
+        released = counts.rows[-1] * (2 * inner + 4 * hidden) * self.itemsize
+        largest = max(rows * mlp * self.itemsize, attention - released)
+        return rows * 2 * hidden * self.itemsize + largest + weights
 
 
 def _loss_part(
@@ -248,7 +275,10 @@ def _loss_part(
     rows = positions * num_steps
     buffers = rows * (draft + config.hidden_size) * itemsize
     teacher_width = vocab if with_metrics else draft
-    teacher = positions * teacher_width * itemsize
+    # The states, and the three float32 tensors of which their norm is made, or the norm and the logits.
+    of_norm = 3 * config.target_hidden_size * _WIDE
+    of_logits = (config.target_hidden_size + teacher_width) * itemsize
+    teacher = positions * (config.target_hidden_size * itemsize + max(of_norm, of_logits))
     if device == "cuda":
         kept = positions * draft * itemsize if with_metrics and config.pruned else 0
         return buffers + teacher + kept

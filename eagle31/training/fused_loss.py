@@ -121,9 +121,9 @@ def _run(
     buffer = weight.new_empty(num_positions * len(states), weight.shape[0])
     for part in _parts(loss.schedule, loss.part_size, weight.device):
         rows = torch.cat([x[piece] for x, piece in zip(states, part.rows, strict=True)])
+        of_steps = rows.split([piece.stop - piece.start for piece in part.rows])
         logits = torch.mm(rows, weight.t(), out=buffer[: len(rows)])
         weighted = _differentiate(loss, logits, part, weights, sums)
-        of_steps = rows.split([piece.stop - piece.start for piece in part.rows])
         if for_weight:
             if not weighted:
                 torch._foreach_mul_(of_steps, loss.step_weights)

@@ -1,4 +1,7 @@
-"""A step of each recipe's drafter takes the memory on a GPU that the plan says."""
+"""A step of each recipe's drafter takes the memory on a GPU that the plan says.
+
+The row is the plan's worst one, which the assistant wrote entirely.
+"""
 
 from pathlib import Path
 from unittest.mock import patch
@@ -6,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from eagle31.cost.flops import count_step
 from eagle31.cost.memory import step_memory
@@ -33,13 +37,15 @@ def freed(weight: Tensor) -> None:
     [*IN_EVERY_RUN, *(pytest.param(name, marks=pytest.mark.full("a few seconds each")) for name in OTHERS)],
 )
 def test_a_step_takes_the_memory_that_the_plan_says(recipe: str) -> None:
-    sizes = RunSizes(composed(recipe))
+    sizes = RunSizes(composed(recipe, "plan.assistant_fraction=1.0"))
     settings, train = trainer_settings(sizes.config, num_ranks=1), sizes.config.train
     with PretendedGpu(), patch("torch.autograd.grad", grad):
         step = RowStep(sizes, CUDA)
         for weight in step.drafter.parameters():
             weight.register_post_accumulate_grad_hook(freed)
-        with LiveBytes() as live:
+        assert step.frozen.draft_logits, "the plan has its weights among the frozen ones"
+        # What a node of the graph has read is freed, as autograd's engine frees it.
+        with LiveBytes() as live, saved_tensors_hooks(lambda x: [x], list.pop):
             step.run(backward)
     row = typical_row(sizes, torch.bfloat16, torch.device("meta"))
     counts = count_step(row, train.ttt_steps, sizes.drafter, train.max_drafts_per_row)
@@ -53,4 +59,6 @@ def test_a_step_takes_the_memory_that_the_plan_says(recipe: str) -> None:
         device="cuda",
         with_metrics=False,
     )
-    assert planned.total - planned.batch == pytest.approx(live.peak, rel=0.1)
+    # A row in chunks adds up its gradients in float32.
+    gradients = 0 if train.rollout_chunk is None else 4 * sizes.num_parameters
+    assert 0.999 < (planned.total - planned.batch + gradients) / live.peak < 1.06

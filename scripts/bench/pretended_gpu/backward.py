@@ -12,8 +12,12 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 
-def backward(*outputs: Tensor, gradients: Sequence[Tensor | None] = (None,)) -> None:
-    """Add the gradients of the outputs to the `grad` of the leaves, as `torch.autograd.backward` does."""
+def backward(*outputs: Tensor, gradients: Sequence[Tensor | None] = (None,), with_hooks: bool = True) -> None:
+    """Add the gradients of the outputs to the `grad` of the leaves, as `torch.autograd.backward` does.
+
+    Args:
+        with_hooks: call the leaves' hooks after it.
+    """
     received: dict[Any, dict[int, Tensor]] = defaultdict(dict)
     for output, gradient in zip(outputs, gradients, strict=True):
         received[output.grad_fn][output.output_nr] = torch.ones_like(output) if gradient is None else gradient
@@ -23,7 +27,7 @@ def backward(*outputs: Tensor, gradients: Sequence[Tensor | None] = (None,)) -> 
             if not of_node and not isinstance(node, BackwardCFunction):
                 continue
             targets = [target for target in node.next_functions if target[0] is not None]
-            for (target, number), gradient in zip(targets, _call(node, of_node), strict=True):
+            for (target, number), gradient in zip(targets, _call(node, of_node, with_hooks), strict=True):
                 if gradient is None:
                     continue
                 gradient = _checked(gradient, target._input_metadata[number])
@@ -41,7 +45,7 @@ def grad(
     before = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
-    backward(*([outputs] if isinstance(outputs, Tensor) else outputs), gradients=gradients)
+    backward(*([outputs] if isinstance(outputs, Tensor) else outputs), gradients=gradients, with_hooks=False)
     found = [leaf.grad for leaf in leaves]
     for leaf, old in zip(leaves, before, strict=True):
         leaf.grad = old
@@ -50,7 +54,7 @@ def grad(
 
 
 def _in_order(roots: Sequence[Any]) -> Iterator[Any]:
-    """Yield each node after all nodes that give it a gradient."""
+    """Yield each node after all nodes that give it a gradient; of several the newest, as the engine does."""
     waiting: dict[Any, int] = defaultdict(int)
     found, stack = set(roots), [*roots]
     while stack:
@@ -62,7 +66,8 @@ def _in_order(roots: Sequence[Any]) -> Iterator[Any]:
                     stack.append(target)
     ready = [root for root in roots if not waiting[root]]
     while ready:
-        node = ready.pop()
+        node = max(ready, key=lambda one: one._sequence_nr())
+        ready.remove(node)
         yield node
         for target, _ in node.next_functions:
             if target is not None:
@@ -71,12 +76,12 @@ def _in_order(roots: Sequence[Any]) -> Iterator[Any]:
                     ready.append(target)
 
 
-def _call(node: Any, gradients: dict[int, Tensor]) -> Sequence[Tensor | None]:
+def _call(node: Any, gradients: dict[int, Tensor], with_hooks: bool) -> Sequence[Tensor | None]:
     """Return the gradients of the inputs that need one; a leaf's gradient is added to it."""
     if hasattr(node, "variable"):
         leaf, gradient = node.variable, gradients[0]
         leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
-        for hook in (leaf._post_accumulate_grad_hooks or {}).values():
+        for hook in (leaf._post_accumulate_grad_hooks or {}).values() if with_hooks else ():
             hook(leaf)
         return ()
     wanted = range(len(node._input_metadata))

@@ -46,8 +46,11 @@ def test_activations_are_what_autograd_keeps(changes: dict[str, Any]) -> None:
 
 
 def test_a_head_has_five_gradients_of_each_row_in_the_backward_pass_of_flash_attention() -> None:
-    """The output's, the output and its gradient for the kernel, and the query's from two products."""
+    """The output's, the output and its gradient for the kernel, and the query's from two products.
+
+    The weight of `o_proj` has one too.
+    """
     counts = StepCounts(keys=30, rows=(20, 19, 18), causal_pairs=0, teachers=20)
     few, many = (planned(counts, 2, "cuda", num_attention_heads=heads).backward for heads in (32, 64))
-    head_dim, bytes_of_bf16 = 6, 2
-    assert many - few == 32 * 5 * 20 * head_dim * bytes_of_bf16
+    head_dim, hidden_size, bytes_of_bf16 = 6, 16, 2
+    assert many - few == 32 * head_dim * (5 * 20 + hidden_size) * bytes_of_bf16

@@ -92,7 +92,7 @@ def assert_fits(found: TargetPlacement, cluster: Cluster, sizes: RunSizes) -> No
     [
         (TWO, ("vllm.servers=[http://localhost:8000]",), "vllm.servers", "the node's address"),
         (NODE, ("vllm.servers=[http://a:1]", "vllm.placement=shared"), "vllm.placement", "placement=auto"),
-        (NODE, (f"{UTILIZATION}=0.9",), UTILIZATION, "training 37.3 GB"),
+        (NODE, (f"{UTILIZATION}=0.9",), UTILIZATION, "training 37.7 GB"),
         (NODE, (f"{TENSOR}=16",), TENSOR, "there are 8 on a node"),
         (SMALL, (), "vllm.placement", "vLLM needs 84.2 GB (weights 74.4)"),
         (replace(APART, gpu_bytes=80 * GB), (), TENSOR, "vLLM needs 84.2 GB of each of 8 GPUs"),

@@ -96,7 +96,7 @@ def test_long_contexts_fit_a_node_that_trains_and_one_that_captures(recipe: str)
     assert two.servers is not None
     assert two.servers.server is not None
     assert two.servers.server.least_sequences == 1
-    assert one.works == (recipe == "llama3_1_8b")
+    assert one.works == (recipe != "kimi_k2_6")
 
 
 def test_a_target_with_fewer_positions_is_refused_long_contexts() -> None:
@@ -279,9 +279,9 @@ def test_training_that_does_not_fit_is_refused_with_the_numbers() -> None:
     plan = planned("kimi_k2_6", APART, "plan.gpu_memory_gb=24")
     [shortage] = plan.first.shortages
     assert shortage.needed_bytes > shortage.available_bytes == int(24e9 * USABLE_FRACTION)
-    assert "DOES NOT FIT: training needs 37.3 GB of each GPU, 22.1 GB are available" in format_plan(plan)
+    assert "DOES NOT FIT: training needs 37.7 GB of each GPU, 22.1 GB are available" in format_plan(plan)
     config, cluster = composed("kimi_k2_6", APART), Cluster(1, 8, 8, int(24e9))
-    with pytest.raises(UserError, match=r"train\.row_tokens=\d+: .*training needs 37\.3 GB"):
+    with pytest.raises(UserError, match=r"train\.row_tokens=\d+: .*training needs 37\.7 GB"):
         check_gpu_memory(config, cluster, [Stage.train])
     check_gpu_memory(config, cluster, [Stage.evaluate])
     check_gpu_memory(config, replace(cluster, gpu_bytes=int(34e9)), [Stage.train])  # the estimate may be high
