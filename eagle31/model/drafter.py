@@ -56,18 +56,14 @@ class Drafter(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(config.rotary_width, config.rope_parameters, config.max_position_embeddings)
 
-    def norm_captured(self, aux_hidden_states: Tensor) -> Tensor:
-        """Apply the norms before `fc`, where there are any. [T, A, Ht] -> the same."""
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
+        """Project the aux hidden states after their norms. [T, A, Ht] -> [T, H]."""
         states = aux_hidden_states
         if self.config.norm_before_fc:
             states = self.input_norm(states.flatten(1)).view_as(states)
         if self.config.fc_norm:
             states = torch.stack([norm(states[:, i]) for i, norm in enumerate(self.fc_norm)], dim=1)
-        return states
-
-    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
-        """Project the aux hidden states after their norms. [T, A, Ht] -> [T, H]."""
-        return self.fc(self.norm_captured(aux_hidden_states).flatten(1))
+        return self.fc(states.flatten(1))
 
     def prefill(
         self, fused: Tensor, tokens: Tensor | Products, position_ids: Tensor, attend: Attend

@@ -51,13 +51,10 @@ def drift_metrics(step: int) -> dict[str, Any]:
     depth = []
     for index in range(8):
         own, reached = 0.09 * index, 40 // 2**index
-        heads = {"sink": [0.6 * (1 - own)] * 4, "own": [own] * 4}
-        layer = {"sink": 0.6 * (1 - own), "own": own, "context": 0.4 * (1 - own), "heads": heads}
+        layer = {"sink": 0.6 * (1 - own), "own": own, "context": 0.4 * (1 - own)}
         state = {"state_rms": 1.5**index * (1 + step / 400), "num_reached": reached}
         depth.append({"layers": [layer], "conditional_acceptance": 0.5 if reached else None} | state)
-    captured = [{"aux_layer_id": layer, "rms": rms, "share": 1 / 2} for layer, rms in ((2, 0.31), (5, 6.25))]
-    known = {"kind": "drift", "step": step, "num_positions": 64, "fused_rms": 0.87, "seconds": 0.05}
-    return known | {"captured": captured, "depth": depth}
+    return {"kind": "drift", "step": step, "num_positions": 64, "seconds": 0.05, "depth": depth}
 
 
 def finished_metrics() -> list[dict[str, Any]]:
