@@ -7,20 +7,20 @@ import pickle
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle31.errors import UserError
 
 _LENGTH_BYTES = 8  # of the header's length, which comes first
-DTYPES = {  # of the files that are written here
+DTYPES = {
+    "F64": torch.float64,
     "I64": torch.int64,
     "F32": torch.float32,
     "I32": torch.int32,
@@ -80,8 +80,8 @@ def read_header(file: BinaryIO, path: Path | str) -> dict[str, TensorEntry]:
     return entries
 
 
-def map_tensors(path: Path | str) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file of `DTYPES`, mapped into memory.
+def load_tensors(path: Path | str) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, mapped into memory; of a dtype not in `DTYPES` their bytes.
 
     The mapping lasts as long as one of the tensors, also without the file's name. Writing to a tensor changes
     no file.
@@ -97,10 +97,11 @@ def map_tensors(path: Path | str) -> dict[str, Tensor]:
     with open(path, "rb") as file:
         entries = read_header(file, path)
         mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-    return {
-        name: mapped[entry.start : entry.stop].view(DTYPES[entry.dtype]).reshape(entry.shape)
-        for name, entry in entries.items()
-    }
+    tensors = {name: mapped[entry.start : entry.stop] for name, entry in entries.items()}
+    for name, entry in entries.items():
+        if entry.dtype in DTYPES:
+            tensors[name] = tensors[name].view(DTYPES[entry.dtype]).reshape(entry.shape)
+    return tensors
 
 
 def check_pointer(path: Path) -> None:
@@ -113,29 +114,6 @@ def _refuse_pointer(prefix: bytes, path: Path | str) -> None:
     if prefix == _LFS_POINTER:
         remedy = "The file is a Git LFS pointer, not the content; run `git lfs pull` where it was cloned."
         raise UserError("file", path, remedy)
-
-
-@contextmanager
-def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file as `safetensors.safe_open` does.
-
-    Raises:
-        UserError: the file is damaged; the message names it.
-        OSError: it cannot be opened.
-    """
-    check_pointer(path)
-    try:
-        opened = safe_open(path, framework="pt")
-    except (SafetensorError, ValueError) as error:
-        raise UserError("file", path, f"It is damaged ({error}); {_AGAIN}.") from None
-    with opened as tensors:
-        yield tensors
-
-
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read every tensor of a safetensors file. Raise what `open_tensors` does."""
-    with open_tensors(path) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

@@ -20,7 +20,7 @@ from data.file_hashes import hash_files
 from data.hub import check_hub
 from eagle31.errors import UserError
 from eagle31.json_files import file_within, read_json
-from eagle31.tensor_files import check_pointer, open_tensors, read_header
+from eagle31.tensor_files import check_pointer, load_tensors, read_header
 
 _SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -107,8 +107,7 @@ class Checkpoint:
         if single is None:
             remedy = f"It has neither {_SINGLE_FILE} nor {_INDEX_FILE}; convert its weights to safetensors."
             raise UserError("target.model", self.model, remedy)
-        with open_tensors(single) as file:
-            return dict.fromkeys(file.keys(), _SINGLE_FILE)
+        return dict.fromkeys(load_tensors(single), _SINGLE_FILE)
 
     def read_tensor(self, file_name: str, name: str) -> Tensor:
         """Read one tensor in its stored dtype.
@@ -121,11 +120,10 @@ class Checkpoint:
             raise UserError(
                 "target.model", self.model, f"The file {file_name} with the tensor {name} is missing."
             )
-        with open_tensors(path) as file:
-            if name not in file.keys():  # noqa: SIM118
-                remedy = f"The file has no tensor {name}, which the index has there; download it again."
-                raise UserError("target.model", path, remedy)
-            tensor = file.get_tensor(name)
+        tensor = load_tensors(path).get(name)
+        if tensor is None:
+            remedy = f"The file has no tensor {name}, which the index has there; download it again."
+            raise UserError("target.model", path, remedy)
         if tensor.dtype not in _PLAIN_DTYPES:
             remedy = f"{name} is {tensor.dtype}: a weight that is read alone must not be quantized."
             raise UserError("target.model", self.model, remedy)

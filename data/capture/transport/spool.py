@@ -20,7 +20,7 @@ from data.samples import CapturedSample
 from data.store.codec import ROWS_OF, decode, encode, encoded_bytes, kept_rows, supervised_final
 from data.store.shards import bytes_of, file_header, sample_checksum
 from eagle31.errors import UserError
-from eagle31.tensor_files import map_tensors
+from eagle31.tensor_files import load_tensors
 
 MEMORY = Path("/dev/shm")
 # The size of a file beyond the encoded sample: its header, and the partial last page.
@@ -118,7 +118,7 @@ class Spool:
         Its mapped states outlive the file's name.
         """
         try:
-            tensors = map_tensors(path)
+            tensors = load_tensors(path)
         except FileNotFoundError:
             return None
         except UserError:
