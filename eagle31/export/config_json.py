@@ -4,12 +4,19 @@ from typing import Any
 
 from eagle31.errors import UserError
 from eagle31.export.attention_json import FORMATS, attention_json
-from eagle31.export.layouts import IDS, Layout, Verifier, sglang_ids
+from eagle31.export.layouts import IDS, SPECULATORS_TOP, Layout, Verifier, sglang_ids
 from eagle31.model.config import DrafterConfig
 from eagle31.model.shapes import MlaShape
 
 _NOT_IN_SGLANG = ("norm_before_residual", "sliding_window", "attention_bias", "mlp_bias")
 SLIDING = "sliding_attention"  # among the layer_types
+# Fields of `DrafterConfig` that are keys of config.json.
+SHAPE_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+NUMBERS = ("rms_norm_eps", "max_position_embeddings")
+FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "attention_bias", "mlp_bias")
+TOKEN_IDS = ("bos_token_id", "eos_token_id")
+_WIDTHS = ("num_key_value_heads", "draft_vocab_size", "target_hidden_size")
+_SAME = (*SHAPE_KEYS, *_WIDTHS, *NUMBERS, "rope_theta", *FLAGS, *TOKEN_IDS)
 
 
 def config_json(
@@ -37,11 +44,6 @@ def config_json(
         remedy = f"vLLM does not read this layout for {config.attention.title}; use export.layout=vllm."
         raise UserError("export.layout", layout.value, remedy)
     assert verifier is not None
-    # vLLM reads the norms and the ids from the top level and everything else from the layer's config.
-    at_top = (
-        *("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc"),
-        *("fc_norm", "norm_output", IDS),
-    )
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -54,7 +56,7 @@ def config_json(
                 "architectures": list(verifier.architectures),
             },
         },
-        **{key: drafter[key] for key in at_top},
+        **{key: drafter[key] for key in (*SPECULATORS_TOP, "target_hidden_size", IDS)},
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
@@ -93,32 +95,14 @@ def _drafter_json(config: DrafterConfig, dtype: str) -> dict[str, Any]:
     return {
         "architectures": [attention.architectures[0]],
         "model_type": attention.model_types[0],
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
+        **{key: getattr(config, key) for key in _SAME},
         **attention_json(config),
-        "hidden_act": "silu",
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": rope_scaling if scaled else None,
-        "max_position_embeddings": config.max_position_embeddings,
         **window,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
+        "hidden_act": "silu",
+        "rope_scaling": rope_scaling if scaled else None,
         "num_aux_hidden_states": len(ids),
         IDS: ids,
         "eagle_config": {IDS: list(ids), "use_aux_hidden_state": True},
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": config.norm_before_fc,
         "tie_word_embeddings": False,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_id,
         "torch_dtype": dtype,
     }

@@ -22,6 +22,12 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 # The architectures as which vLLM loads the layers of speculators' drafters, by their model_type.
 _SPECULATORS_LAYERS = {"llama": "Eagle3LlamaForCausalLM", "qwen3": "Eagle3Qwen3ForCausalLM"}
 
+# What vLLM reads from the top level of speculators' config.json alone, and its defaults.
+SPECULATORS_TOP: dict[str, bool | None] = {
+    **{"draft_vocab_size": None, "norm_before_residual": True},
+    **{"norm_before_fc": False, "fc_norm": False, "norm_output": False},
+}
+
 
 class Layout(Choice):
     """The layout of an export's files."""
@@ -77,15 +83,8 @@ def layer_config(raw: dict[str, Any]) -> dict[str, Any]:
         remedy = f"vLLM reads {' and '.join(_SPECULATORS_LAYERS)} layers."
         raise UserError("transformer_layer_config.model_type", layer["model_type"], remedy)
     taken = {key: raw[key] for key in ("target_hidden_size", IDS) if raw.get(key)}
-    return layer | {
-        **taken,
-        "draft_vocab_size": raw.get("draft_vocab_size"),
-        "architectures": [architecture],
-        "norm_before_residual": raw.get("norm_before_residual", True),
-        "norm_before_fc": raw.get("norm_before_fc", False),
-        "fc_norm": raw.get("fc_norm", False),
-        "norm_output": raw.get("norm_output", False),
-    }
+    taken |= {key: raw.get(key, default) for key, default in SPECULATORS_TOP.items()}
+    return layer | taken | {"architectures": [architecture]}
 
 
 def served_name(name: str, layout: Layout = Layout.vllm) -> str:

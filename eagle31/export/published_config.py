@@ -13,18 +13,11 @@ from eagle31.export.attention_json import (
     attention_kind,
     check_latent,
 )
-from eagle31.export.config_json import SLIDING
+from eagle31.export.config_json import FLAGS, NUMBERS, SHAPE_KEYS, SLIDING, TOKEN_IDS
 from eagle31.export.layouts import IDS, Layout, layer_config, layout_of
 from eagle31.model.config import DrafterConfig
 from eagle31.model.shapes import AttentionShape, MlaShape
 
-SHAPE_KEYS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-)
 # What vLLM reads as the rotated part of each head, at the top level or among RoPE's parameters.
 _PARTIAL = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction", "rope_dim")
 
@@ -74,25 +67,18 @@ def _read_config(
     ids, notes = _aux_layer_ids(layer, num_target_layers, aux_layer_ids)
     window, window_notes = _sliding_window(layer, values["num_hidden_layers"], attention)
     notes += window_notes
-    eagle = layer.get("eagle_config") or {}
+    before_fc = (layer.get("eagle_config") or {}).get("norm_before_fc", layer.get("norm_before_fc"))
+    flags = layer | {"norm_before_fc": before_fc}
     config = DrafterConfig(
-        **{key: values[key] for key in SHAPE_KEYS},
+        **{key: values[key] for key in (*SHAPE_KEYS, *NUMBERS)},
         **attention_heads(attention, layer),
-        rms_norm_eps=values["rms_norm_eps"],
         rope_parameters=_rope_parameters(layer, values["max_position_embeddings"]),
-        max_position_embeddings=values["max_position_embeddings"],
         sliding_window=window,
         draft_vocab_size=layer.get("draft_vocab_size") or values["vocab_size"],
         target_hidden_size=layer.get("target_hidden_size") or values["hidden_size"],
         aux_layer_ids=ids,
-        fc_norm=bool(layer.get("fc_norm", False)),
-        norm_output=bool(layer.get("norm_output", False)),
-        norm_before_residual=bool(layer.get("norm_before_residual", False)),
-        norm_before_fc=bool(eagle.get("norm_before_fc", layer.get("norm_before_fc", False))),
-        attention_bias=bool(layer.get("attention_bias", False)),
-        mlp_bias=bool(layer.get("mlp_bias", False)),
-        bos_token_id=layer.get("bos_token_id"),
-        eos_token_id=layer.get("eos_token_id"),
+        **{flag: bool(flags.get(flag, False)) for flag in FLAGS},
+        **{key: layer.get(key) for key in TOKEN_IDS},
     )
     if layer.get("model_type") == "deepseek_v3":
         notes += ("model_type deepseek_v3: vLLM reads it as multi-token prediction and does not serve it.",)
