@@ -6,7 +6,7 @@ another output and log-sum-exp than its own.
 
 import warnings
 from collections.abc import Sequence
-from copy import copy
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -38,6 +38,7 @@ class _Call(NamedTuple):
     longest: tuple[int, int]  # the largest number of queries and of keys
 
 
+@dataclass(frozen=True)
 class PackedBlock:
     """The rows of a step, and the few calls of the kernel that are their attention to the step-0 keys.
 
@@ -62,11 +63,8 @@ class PackedBlock:
     # int64 [R], the queries' rows within those of step 0; None when they are the same.
     first_index: Tensor | None
     read_steps: tuple[int, int]  # the first rollout step that the window reads, and the step itself
-
-    def __init__(self, calls: Sequence[_Call], scale: float, device: torch.device) -> None:
-        self.calls, self.scale = calls, scale
-        # Only dropout would read the kernel's random state.
-        self.random_state = torch.zeros(2, dtype=torch.uint64, device=device)
+    scale: float  # of the scores
+    random_state: Tensor  # of the kernel, which only dropout would read
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return output [P, Hq, W] and log-sum-exp [Hq, P] of queries [P, Hq, W] and keys [S, Hkv, W]."""
@@ -150,17 +148,18 @@ def packed_blocks(
     pairs = [x for step in changed for x in (places[step], _sources(places[step], num_places))]
     for number, tensor in enumerate(to_device(pairs, device)):
         moved[2 * changed[number // 2] + number % 2] = tensor
-    whole = PackedBlock(_calls(spans, device), scale, device)
+    calls = _calls(spans, device)
+    random_state = torch.zeros(2, dtype=torch.uint64, device=device)
     blocks = []
-    for step, window in enumerate(windows):
-        block = copy(whole)
-        block.places, block.sources = moved[2 * step : 2 * step + 2]
-        block.first_index, block.read_steps = first_indices[step], (first_steps[step], step)
+    for step, (window, first_index, first) in enumerate(
+        zip(windows, first_indices, first_steps, strict=True)
+    ):
         # The kernel counts the keys before and after the query's own.
-        block.window = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+        of_window = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+        of_queries = calls, of_window, *moved[2 * step : 2 * step + 2]
         if window == 0 or not len(places[step]):
-            block.calls, block.places, block.sources = (), None, None
-        blocks.append(block)
+            of_queries = (), {}, None, None
+        blocks.append(PackedBlock(*of_queries, first_index, (first, step), scale, random_state))
     return blocks
 
 

@@ -95,9 +95,7 @@ class _PackedAttention(torch.autograd.Function):
         (spread,) = spread_rows([query.contiguous()], block.sources, padded_head_dim(query.shape[-1]))
         found = block.forward(spread, *keys.context) if block.calls else None
         if own:
-            output, lse = merge_rollout(
-                found, spread, own, keys.slots, block.first_index, block.places, block.read_steps, block.scale
-            )
+            output, lse = merge_rollout(block, found, spread, own, keys.slots)
         elif found:
             output, lse = _select(found[0][..., : keys.value_width], block.places), found[1]
         else:
@@ -122,9 +120,8 @@ class _PackedAttention(torch.autograd.Function):
             )
         if ctx.has_own:
             gradients = rollout_backward(
-                grad, spread, output, lse, keys.slots, keys.slot_sums.tensors(), grad_query,
-                block.first_index, block.places, block.read_steps, block.scale,
-            )  # fmt: skip
+                block, grad, spread, output, lse, keys.slots, keys.slot_sums.tensors(), grad_query
+            )
             return None, None, gradients[0], None, *gradients[1:]
         if grad_query is None:
             return None, None, torch.zeros_like(spread[..., : ctx.width]), None

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle31.kernels.packed_attention import PackedBlock
+
 
 @triton.jit
 def _program(rows, places):
@@ -156,28 +158,23 @@ def _add_rows_kernel(total, index, x, width, BLOCK: tl.constexpr):
 
 
 def merge_rollout(
-    block: tuple[Tensor, Tensor] | None,
+    block: PackedBlock,
+    attended: tuple[Tensor, Tensor] | None,
     query: Tensor,
     own: Sequence[Tensor],
     slots: Sequence[Tensor],
-    rows: Tensor | None,
-    places: Tensor | None,
-    steps: tuple[int, int],
-    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Merge the terms of a step's rollout keys into the attention to the step-0 keys.
 
     Args:
-        block: output [P, Hq, W], of which the first Dv of each head are read, and log-sum-exp float32
+        block: has the places of the R rows among the P and among those of step 0, and the slots that they
+            read.
+        attended: output [P, Hq, W], of which the first Dv of each head are read, and log-sum-exp float32
             [Hq, P], which is overwritten; None where no step-0 key is visible.
         query: [P, Hq, W], of which the first D of each head are read.
         own: the key and value of this step, [R, Hkv, D] and [R, Hkv, Dv].
         slots: [K - 1, R_0, Hkv, D] and [K - 1, R_0, Hkv, Dv], the keys and values of steps 1..K-1 at the rows
             of step 0; the step's own are copied to the last slot that it reads.
-        rows: int64 [R], the queries' rows within those of step 0; None when they are the same.
-        places: int64 [R], their rows among the P; None when they are the same.
-        steps: the first slot that the step reads, and the one after the last.
-        scale: multiplies the scores.
 
     Returns:
         The merged output [R, Hq, Dv] and log-sum-exp [Hq, P].
@@ -185,10 +182,10 @@ def merge_rollout(
     key, value = own
     num_rows, heads, width = key.shape
     merged = query.new_empty(num_rows, query.shape[1], value.shape[-1])
-    output, lse = block or (None, query.new_empty(query.shape[1], len(query), dtype=torch.float32))
+    output, lse = attended or (None, query.new_empty(query.shape[1], len(query), dtype=torch.float32))
     _merge_kernel[(num_rows, heads)](
         output, lse, query, key, value, *slots, merged,
-        rows, places, *steps, scale, query.shape[-1], lse.stride(0),
+        block.first_index, block.places, *block.read_steps, block.scale, query.shape[-1], lse.stride(0),
         0 if output is None else output.shape[-1],
         HEADS=heads, GROUP=query.shape[1] // heads, STEP_ROWS=slots[0].shape[1],
         **_widths(query.shape[1] // heads, width, value.shape[-1]),
@@ -197,6 +194,7 @@ def merge_rollout(
 
 
 def rollout_backward(
+    block: PackedBlock,
     grad: Tensor,
     query: Tensor,
     output: Tensor,
@@ -204,16 +202,12 @@ def rollout_backward(
     slots: Sequence[Tensor],
     sums: Sequence[Tensor],
     grad_query: Tensor | None,
-    rows: Tensor | None,
-    places: Tensor | None,
-    steps: tuple[int, int],
-    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the query and of the step's own key and value.
 
     Args:
         grad, output: [R, Hq, Dv].
-        query, slots, rows, places, steps, scale: those of `merge_rollout`; lse is its result.
+        block, query, slots: those of `merge_rollout`; lse is its result.
         sums: in the shapes of the slots: the gradients of their keys and values by later steps. Those by this
             step are added.
         grad_query: the gradient by the step-0 keys [P, Hq, W], of which the first D of each head are read;
@@ -228,7 +222,8 @@ def rollout_backward(
     own = query.new_empty(num_rows, heads, width), query.new_empty(num_rows, heads, value_width)
     _backward_kernel[(num_rows, heads)](
         grad, query, output, lse, *slots, *sums, grad_query,
-        found, *own, rows, places, *steps, scale, query.shape[-1], lse.stride(0),
+        found, *own, block.first_index, block.places, *block.read_steps, block.scale,
+        query.shape[-1], lse.stride(0),
         0 if grad_query is None else grad_query.shape[-1],
         HEADS=heads, GROUP=num_queries // heads, STEP_ROWS=slots[0].shape[1],
         **_widths(num_queries // heads, width, value_width),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from eagle31.kernels.merged_attention import _merge, _rollout_backward
+from eagle31.kernels.packed_attention import PackedBlock
 from eagle31.kernels.rollout_terms import add_rows, merge_rollout, rollout_backward, spread_rows
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -55,10 +56,9 @@ def test_values_and_gradients_are_the_plain_ones(case: tuple, with_block: bool) 
     plain_grad = grad_query[places, :, :width].float() * with_block
     expected, expected_lse = _merge(plain_output, plain_lse, at_places, wide_keys, wide_values, SCALE)
 
-    block = None if lse is None else (output, lse.clone())
-    merged, merged_lse = merge_rollout(
-        block, query, (own_key, own_value), (keys, values), *indices, steps, SCALE
-    )
+    block = PackedBlock((), {}, indices[1], None, indices[0], steps, SCALE, torch.zeros(2))
+    attended = None if lse is None else (output, lse.clone())
+    merged, merged_lse = merge_rollout(block, attended, query, (own_key, own_value), (keys, values))
     close(merged, expected, dtype)
     close(merged_lse.t()[places], expected_lse, FP32)
     torch.testing.assert_close((keys[last, rows], values[last, rows]), (own_key, own_value))
@@ -75,8 +75,8 @@ def test_values_and_gradients_are_the_plain_ones(case: tuple, with_block: bool) 
     )
     untouched = sum_keys[:, [2, 3]].clone() if indexed else None
     found = rollout_backward(
-        grad, query, merged, merged_lse, (keys, values), (sum_keys, sum_values),
-        grad_query if with_block else None, *indices, steps, SCALE,
+        block, grad, query, merged, merged_lse, (keys, values), (sum_keys, sum_values),
+        grad_query if with_block else None,
     )  # fmt: skip
     for one, other in zip(found, (of_query, added[0][-1], added[1][-1]), strict=True):
         close(one, other, dtype)
