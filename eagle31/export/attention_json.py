@@ -1,10 +1,9 @@
 """How config.json has the kinds of attention."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from eagle31.errors import UserError
-from eagle31.model.config import DrafterConfig
 from eagle31.model.shapes import AttentionShape, GqaShape, MlaShape, NormedGqaShape
 
 DEEPSPEC = "Qwen3Eagle3Model"  # the architecture of DeepSpec's drafters, which vLLM has under another name
@@ -54,17 +53,6 @@ FORMATS: dict[type[AttentionShape], AttentionFormat] = {
         in_sglang=True,
     ),
 }
-
-
-def attention_json(config: DrafterConfig) -> dict[str, Any]:
-    """Return the keys of a drafter's attention, apart from the numbers of heads."""
-    if isinstance(config.attention, MlaShape):
-        # No head_dim, which some versions of transformers read as qk_rope_head_dim.
-        return asdict(config.attention)
-    keys: dict[str, Any] = {"head_dim": config.head_dim}
-    if isinstance(config.attention, NormedGqaShape):
-        keys["use_sliding_window"] = config.sliding_window is not None
-    return keys
 
 
 def attention_kind(layer: dict[str, Any]) -> type[AttentionShape]:

@@ -1,12 +1,13 @@
 """The config.json of an export."""
 
+from dataclasses import asdict
 from typing import Any
 
 from eagle31.errors import UserError
-from eagle31.export.attention_json import FORMATS, attention_json
+from eagle31.export.attention_json import FORMATS
 from eagle31.export.layouts import IDS, SPECULATORS_TOP, Layout, Verifier, sglang_ids
 from eagle31.model.config import DrafterConfig
-from eagle31.model.shapes import MlaShape
+from eagle31.model.shapes import MlaShape, NormedGqaShape
 
 _NOT_IN_SGLANG = ("norm_before_residual", "sliding_window", "attention_bias", "mlp_bias")
 SLIDING = "sliding_attention"  # among the layer_types
@@ -86,17 +87,19 @@ def _drafter_json(config: DrafterConfig, dtype: str) -> dict[str, Any]:
     rope_scaling = {key: value for key, value in config.served_rope.items() if key != "rope_theta"}
     scaled = rope_scaling["rope_type"] != "default"
     ids, attention = list(config.aux_layer_ids), FORMATS[type(config.attention)]
-    window = {}
+    # MLA without head_dim, which some versions of transformers read as qk_rope_head_dim.
+    widths = asdict(config.attention) or {"head_dim": config.head_dim}
+    window: dict[str, Any] = {}
+    if isinstance(config.attention, NormedGqaShape):
+        window["use_sliding_window"] = config.sliding_window is not None
     if config.sliding_window is not None:  # vLLM reads the width only for layers of this type
-        window = {
-            "sliding_window": config.sliding_window,
-            "layer_types": [SLIDING] * config.num_hidden_layers,
-        }
+        window["sliding_window"] = config.sliding_window
+        window["layer_types"] = [SLIDING] * config.num_hidden_layers
     return {
         "architectures": [attention.architectures[0]],
         "model_type": attention.model_types[0],
         **{key: getattr(config, key) for key in _SAME},
-        **attention_json(config),
+        **widths,
         **window,
         "hidden_act": "silu",
         "rope_scaling": rope_scaling if scaled else None,

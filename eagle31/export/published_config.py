@@ -120,9 +120,10 @@ def _sliding_window(
     Source: `LlamaAttention` in models/llama.py of vLLM.
     """
     window, types = layer.get("sliding_window"), layer.get("layer_types") or ()
-    if not attention.has_window or not types:
+    served = "sliding_window" in attention.optional_parts
+    if not served or not types:
         without = f"a drafter with {attention.title} has no window"
-        reason = "there are no layer_types" if attention.has_window else without
+        reason = "there are no layer_types" if served else without
         note = f"sliding_window {window} is not used, as vLLM does not use it: {reason}."
         return None, () if window is None else (note,)
     if not isinstance(types, list) or len(types) < num_layers:

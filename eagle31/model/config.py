@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle31.errors import UserError
-from eagle31.model.shapes import AttentionShape, GqaShape
+from eagle31.model.shapes import OPTIONAL_PARTS, AttentionShape, GqaShape
 
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
@@ -57,11 +57,14 @@ class DrafterConfig:
                 self.num_key_value_heads,
                 f"It must divide num_attention_heads ({self.num_attention_heads}).",
             )
-        self._check_window()
-        for name in ("norm_before_fc", "attention_bias", "mlp_bias"):
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise UserError(
+                "drafter.sliding_window", self.sliding_window, "It must be at least 1; null has no window."
+            )
+        for name in OPTIONAL_PARTS:
             if getattr(self, name) and name not in self.attention.optional_parts:
                 remedy = f"vLLM's drafter with {self.attention.title} has no such part."
-                raise UserError(f"drafter.{name}", True, remedy)
+                raise UserError(f"drafter.{name}", getattr(self, name), remedy)
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise UserError(
                 "drafter.draft_vocab_size",
@@ -75,17 +78,6 @@ class DrafterConfig:
                 "Give at least one id, in ascending order and each once: vLLM sorts and deduplicates them.",
             )
         self.attention.check(self.head_dim, self.rope_parameters)
-
-    def _check_window(self) -> None:
-        if self.sliding_window is None:
-            return
-        if self.sliding_window < 1:
-            raise UserError(
-                "drafter.sliding_window", self.sliding_window, "It must be at least 1; null has no window."
-            )
-        if not self.attention.has_window:
-            remedy = f"vLLM's drafter with {self.attention.title} has no window; set it to null."
-            raise UserError("drafter.sliding_window", self.sliding_window, remedy)
 
     @property
     def key_reach(self) -> int | None:

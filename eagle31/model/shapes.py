@@ -7,6 +7,9 @@ from typing import Any, ClassVar
 from eagle31.errors import UserError
 from eagle31.model.rope import ROPE_KEYS, check_rope, yarn_magnitude
 
+# Fields of `DrafterConfig` for parts that vLLM does not have with every kind of attention.
+OPTIONAL_PARTS = ("norm_before_fc", "attention_bias", "mlp_bias", "sliding_window")
+
 
 @dataclass(frozen=True)
 class AttentionShape:
@@ -18,8 +21,7 @@ class AttentionShape:
     name: ClassVar[str]  # as `drafter.attention` has it
     title: ClassVar[str]
     rope_keys: ClassVar[dict[str, tuple[str, ...]]] = ROPE_KEYS  # that vLLM reads, by rope_type
-    has_window: ClassVar[bool] = True  # whether vLLM serves it with a sliding window
-    optional_parts: ClassVar[tuple[str, ...]]  # fields of `DrafterConfig` for parts that vLLM has with it
+    optional_parts: ClassVar[tuple[str, ...]]  # those of `OPTIONAL_PARTS` that vLLM has with it
 
     @classmethod
     def widths(cls) -> tuple[str, ...]:
@@ -51,7 +53,7 @@ class GqaShape(AttentionShape):
 
     name = "gqa"
     title = "GQA"
-    optional_parts: ClassVar[tuple[str, ...]] = ("norm_before_fc", "attention_bias", "mlp_bias")
+    optional_parts: ClassVar = OPTIONAL_PARTS
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class NormedGqaShape(GqaShape):
 
     name = "gqa_qk_norm"
     title = "GQA with norms of queries and keys"
-    optional_parts = ("norm_before_fc", "attention_bias")
+    optional_parts = ("norm_before_fc", "attention_bias", "sliding_window")
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,6 @@ class MlaShape(AttentionShape):
         "default": (),
         "yarn": tuple(key for key in ROPE_KEYS["yarn"] if key not in ("attention_factor", "truncate")),
     }
-    has_window = False
     optional_parts = ()
 
     q_lora_rank: int

@@ -88,7 +88,7 @@ def sliding_window(shape: DrafterShape, target: Any) -> int | None:
 
     Source: `create_engine_config` in engine/arg_utils.py and `Attention` of vLLM.
     """
-    if shape.sliding_window is not None or not _attention(shape).has_window:
+    if shape.sliding_window is not None or "sliding_window" not in _attention(shape).optional_parts:
         return shape.sliding_window
     types = getattr(target, "layer_types", None)
     if types is not None and any(one != "sliding_attention" for one in types):
