@@ -65,13 +65,11 @@ def step_memory(
         with_metrics: as on logging steps, which need the target's full vocabulary.
     """
     hidden, num_aux = config.hidden_size, len(config.aux_layer_ids)
-    head = config.draft_vocab_size * hidden
+    head = config.draft_vocab_size * hidden if head_trained else 0
     narrow = itemsize < _WIDE
     num_rows = 2 if device == "cuda" else 1
-    product = 0
-    if head_trained and narrow and device == "cpu":
-        product = min(head, PRODUCT_ELEMENTS) * itemsize
-    step = _Step(config, itemsize)
+    product = min(head, PRODUCT_ELEMENTS) * itemsize if narrow and device == "cpu" else 0
+    step = _Step(config, itemsize, device)
     prefill = 0
     in_chunks = rollout_chunk is not None
     if rollout_chunk is not None:
@@ -83,23 +81,20 @@ def step_memory(
         rows = tuple(min(rollout_chunk, rows) for rows in counts.rows)
         counts = replace(counts, rows=rows, teachers=min(counts.teachers, rollout_chunk + len(rows) - 1))
     # Chunks drop those of the keys and compute them again, in one layer a part at a time.
-    of_keys, of_drafts = step.key_activations(counts.keys), step.draft_activations(counts, device)
+    of_keys, of_drafts = step.key_activations(counts.keys), step.draft_activations(counts)
     kept = of_keys + of_drafts
     if in_chunks:
         kept = of_drafts if config.num_hidden_layers == 1 else max(of_keys, of_drafts)
-    kept += step.padded_values(counts.keys, device)
-    head_gradient = head * _WIDE if head_trained else 0
-    cast_gradient = head * itemsize if head_trained and narrow else 0
-    passed_on = cast_gradient or head_gradient
+    kept += step.padded_values(counts.keys)
     return StepMemory(
         batch=row_tokens * (num_aux + 1) * config.target_hidden_size * itemsize * num_rows,
         prefill=prefill,
         activations=kept,
         state_gradients=counts.rolled_out * hidden * itemsize,
-        head_gradient=head_gradient,
-        cast_gradient=cast_gradient,
+        head_gradient=head * _WIDE,
+        cast_gradient=head * itemsize if narrow else 0,
         loss_part=_loss_part(config, counts, itemsize, device, with_metrics) + product,
-        backward=step.backward(counts, device, in_chunks) + (passed_on if in_chunks else 0),
+        backward=step.backward(counts, in_chunks) + (head * itemsize if in_chunks else 0),
     )
 
 
@@ -119,9 +114,13 @@ def validation_memory(
         chunk_rows: rows that are prefilled or rolled out together.
         itemsize, device: those of `step_memory`.
     """
-    step, rows, layers = _Step(config, itemsize), min(chunk_rows, row_tokens), config.num_hidden_layers
+    step, rows, layers = (
+        _Step(config, itemsize, device),
+        min(chunk_rows, row_tokens),
+        config.num_hidden_layers,
+    )
     hidden, head_dim, key_heads = config.hidden_size, config.head_dim, config.num_key_value_heads
-    flash, narrow = step.on_flash(device), config.value_width < head_dim
+    flash, narrow = step.on_flash, config.value_width < head_dim
     width = hidden + step.key_value_width * layers
     if flash and narrow:
         width += key_heads * head_dim * layers  # values in the kernel's width
@@ -158,6 +157,12 @@ class _Step:
 
     config: DrafterConfig
     itemsize: int
+    device: str
+
+    @property
+    def on_flash(self) -> bool:
+        """Return whether the flash kernel for CUDA computes, which has no float32."""
+        return self.device == "cuda" and self.itemsize < _WIDE
 
     @property
     def query_width(self) -> int:
@@ -179,13 +184,13 @@ class _Step:
         states = 3 * keys * self.config.hidden_size * self.itemsize
         return self.fusion(keys) + states + layers * self.keys(keys) + (layers - 1) * self.rows(keys)
 
-    def draft_activations(self, counts: StepCounts, device: str) -> int:
+    def draft_activations(self, counts: StepCounts) -> int:
         """Return the bytes of the rows that are rolled out, in all steps."""
         layers, later = self.config.num_hidden_layers, counts.rolled_out - counts.rows[0]
         # Embeddings and their norm; what the last layer and the final norm make.
         states = 2 * (counts.teachers + counts.rolled_out) * self.config.hidden_size * self.itemsize
         kept = states + layers * self.keys(later) + self.rows(counts.rolled_out)
-        return kept + (layers - 1) * self.rows(later) + self.dropped(counts, device)
+        return kept + (layers - 1) * self.rows(later) + self.dropped(counts)
 
     def keys(self, rows: int) -> int:
         """Return the bytes of keys and values, of what their projections keep, and RoPE's tables."""
@@ -203,14 +208,10 @@ class _Step:
         # In float32 the log-sum-exp of each head and three norms' factors.
         return rows * (width * self.itemsize + (heads + 3) * _WIDE)
 
-    def on_flash(self, device: str) -> bool:
-        """Return whether the flash kernel for CUDA computes, which has no float32."""
-        return device == "cuda" and self.itemsize < _WIDE
-
-    def dropped(self, counts: StepCounts, device: str) -> int:
+    def dropped(self, counts: StepCounts) -> int:
         """Return the bytes that rows of step 0 have at later steps which they do not take part in."""
         missing = len(counts.rows) * counts.rows[0] - counts.rolled_out
-        width = self.key_value_width * self.config.num_hidden_layers if self.on_flash(device) else 0
+        width = self.key_value_width * self.config.num_hidden_layers if self.on_flash else 0
         # RoPE's, which are selected from; `keys` has those of later steps.
         tables = counts.rows[0] * (len(counts.rows) if missing else 1)
         return missing * width * self.itemsize + tables * 2 * self.config.rotary_width * _WIDE
@@ -220,31 +221,30 @@ class _Step:
         width = self.key_value_width * self.config.num_hidden_layers
         return keys * (2 * self.config.hidden_size * self.itemsize + width * (self.itemsize + _WIDE))
 
-    def padded_values(self, keys: int, device: str) -> int:
+    def padded_values(self, keys: int) -> int:
         """Return the bytes of values in the width of keys, where the kernel needs them.
 
         Layers before the last have them twice, for the key rows and for the drafts.
         """
-        if not self.on_flash(device) or self.config.value_width == self.config.head_dim:
+        if not self.on_flash or self.config.value_width == self.config.head_dim:
             return 0
         width = self.config.num_key_value_heads * self.config.head_dim
         return (2 * self.config.num_hidden_layers - 1) * keys * width * self.itemsize
 
-    def backward(self, counts: StepCounts, device: str, in_chunks: bool) -> int:
+    def backward(self, counts: StepCounts, in_chunks: bool) -> int:
         """Return the bytes of the larger of MLP's and attention's gradients, and of those of the weights."""
         rows, hidden, inner = counts.rows[0], self.config.hidden_size, self.config.intermediate_size
         query, value = self.query_width, self.config.num_attention_heads * self.config.value_width
         later_steps = len(counts.rows) - 1
         weights = (3 * inner + value) * hidden * self.itemsize
-        if self.on_flash(device):
+        if self.on_flash:
             mlp = inner  # gate and up become their gradients
             # Those of the output, then output and its gradient in the kernel's width, and the query's.
             attention = rows * (value + 3 * query) * self.itemsize
             # Then a call's gradients of keys and values, or all gradients with the rollout terms.
             of_call = 2 * counts.keys * self.config.num_key_value_heads * self.config.head_dim
-            attention += (
-                max(of_call, rows * (query + (1 + later_steps) * self.key_value_width)) * self.itemsize
-            )
+            of_rows = rows * (query + (1 + later_steps) * self.key_value_width)
+            attention += max(of_call, of_rows) * self.itemsize
             # Their sums; `prefill` has those of chunks.
             attention += 0 if in_chunks else counts.keys * self.key_value_width * _WIDE
         else:
@@ -253,9 +253,10 @@ class _Step:
             width = 3 * query * self.itemsize + (4 * query + later_steps * self.key_value_width) * _WIDE
             # The sums over steps and one step's gradients; `prefill` has the sums of chunks.
             keys = (1 if in_chunks else 2) * counts.keys * self.key_value_width * self.itemsize
-            if device == "cpu" and self.config.value_width == self.config.head_dim and in_chunks:
+            narrow = self.config.value_width < self.config.head_dim
+            if self.device == "cpu" and not narrow and in_chunks:
                 keys *= 2  # the flash kernel reads the keys in another order
-            if device == "cpu" and self.config.value_width < self.config.head_dim:
+            if self.device == "cpu" and narrow:
                 # Matrix products of a tile: the keys in another order, and four matrices of scores.
                 scores = 4 * self.config.num_attention_heads * TILE * _WIDE
                 keys += counts.keys * (self.key_value_width * self.itemsize + scores)
