@@ -1,16 +1,16 @@
 """The config.json of an export."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from eagle31.errors import UserError
-from eagle31.export.attention_json import FORMATS
 from eagle31.export.layouts import IDS, SPECULATORS_TOP, Layout, Verifier, sglang_ids
 from eagle31.model.config import DrafterConfig
-from eagle31.model.shapes import MlaShape, NormedGqaShape
+from eagle31.model.shapes import AttentionShape, GqaShape, MlaShape, NormedGqaShape
 
 _NOT_IN_SGLANG = ("norm_before_residual", "sliding_window", "attention_bias", "mlp_bias")
 SLIDING = "sliding_attention"  # among the layer_types
+DEEPSPEC = "Qwen3Eagle3Model"  # the architecture of DeepSpec's drafters, which vLLM has under another name
 # Fields of `DrafterConfig` that are keys of config.json.
 SHAPE_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 NUMBERS = ("rms_norm_eps", "max_position_embeddings")
@@ -18,6 +18,52 @@ FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "at
 TOKEN_IDS = ("bos_token_id", "eos_token_id")
 _WIDTHS = ("num_key_value_heads", "draft_vocab_size", "target_hidden_size")
 _SAME = (*SHAPE_KEYS, *_WIDTHS, *NUMBERS, "rope_theta", *FLAGS, *TOKEN_IDS)
+
+
+@dataclass(frozen=True)
+class AttentionFormat:
+    """What a config.json has that vLLM loads as a kind of attention."""
+
+    architectures: tuple[str, ...]  # an export has the first
+    model_types: tuple[str, ...]  # an export has the first
+    default_positions: int  # vLLM's max_position_embeddings where there are none
+    required_keys: tuple[str, ...] = ()  # in addition to the layer's sizes
+    in_speculators: bool = False  # whether vLLM reads it in the layout of speculators
+    in_sglang: bool = False  # whether SGLang has it
+
+
+FORMATS: dict[type[AttentionShape], AttentionFormat] = {
+    GqaShape: AttentionFormat(
+        # What vLLM 0.32 loads as `Eagle3LlamaForCausalLM`; it adds "Eagle3" to a plain LlamaForCausalLM.
+        architectures=(
+            "LlamaForCausalLMEagle3",
+            "Eagle3LlamaForCausalLM",
+            "LlamaForCausalLM",
+            "Eagle3MiniMaxM2ForCausalLM",
+            "Eagle3Qwen2_5vlForCausalLM",
+            "Eagle3Qwen3vlForCausalLM",
+        ),
+        model_types=("llama",),
+        default_positions=2048,
+        in_speculators=True,
+        in_sglang=True,
+    ),
+    NormedGqaShape: AttentionFormat(
+        architectures=("Eagle3Qwen3ForCausalLM", DEEPSPEC),
+        model_types=("qwen3",),
+        default_positions=32768,
+        required_keys=("num_key_value_heads", "head_dim"),
+        in_speculators=True,
+    ),
+    MlaShape: AttentionFormat(
+        architectures=("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
+        # vLLM reads a drafter of type "deepseek_v3" as a multi-token prediction head.
+        model_types=("kimi_k2", "deepseek_v3", "deepseek_v2"),
+        default_positions=4096,
+        required_keys=MlaShape.widths(),
+        in_sglang=True,
+    ),
+}
 
 
 def config_json(

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle31.errors import UserError
-from eagle31.export.attention_json import (
+from eagle31.export.config_json import (
     DEEPSPEC,
+    FLAGS,
     FORMATS,
+    NUMBERS,
+    SHAPE_KEYS,
+    SLIDING,
+    TOKEN_IDS,
     AttentionFormat,
-    attention_heads,
-    attention_kind,
-    check_latent,
 )
-from eagle31.export.config_json import FLAGS, NUMBERS, SHAPE_KEYS, SLIDING, TOKEN_IDS
 from eagle31.export.layouts import IDS, Layout, layer_config, layout_of
 from eagle31.model.config import DrafterConfig
 from eagle31.model.shapes import AttentionShape, MlaShape
@@ -59,10 +60,10 @@ def _read_config(
     raw: dict[str, Any], num_target_layers: int | None, aux_layer_ids: Sequence[int] | None
 ) -> ReadConfig:
     layer = layer_config(raw)
-    attention = attention_kind(layer)
+    attention = _attention_kind(layer)
     _refuse_unknown_parts(raw, layer)
     if attention is MlaShape:
-        check_latent(layer)
+        _check_latent(layer)
     values = _numbers(layer, FORMATS[attention])
     ids, notes = _aux_layer_ids(layer, num_target_layers, aux_layer_ids)
     window, window_notes = _sliding_window(layer, values["num_hidden_layers"], attention)
@@ -71,7 +72,7 @@ def _read_config(
     flags = layer | {"norm_before_fc": before_fc}
     config = DrafterConfig(
         **{key: values[key] for key in (*SHAPE_KEYS, *NUMBERS)},
-        **attention_heads(attention, layer),
+        **_attention_heads(attention, layer),
         rope_parameters=_rope_parameters(layer, values["max_position_embeddings"]),
         sliding_window=window,
         draft_vocab_size=layer.get("draft_vocab_size") or values["vocab_size"],
@@ -85,6 +86,47 @@ def _read_config(
     if DEEPSPEC in layer["architectures"]:
         notes += (f"architecture {DEEPSPEC}: vLLM does not serve it before eagle31 has exported it again.",)
     return ReadConfig(config, layout_of(raw), notes)
+
+
+def _attention_kind(layer: dict[str, Any]) -> type[AttentionShape]:
+    """Return the kind of attention that a layer's config describes.
+
+    Raises:
+        UserError: vLLM has no such EAGLE-3 drafter, or it is not supported here.
+    """
+    architecture = next(iter(layer.get("architectures") or ()), None)
+    for kind, found in FORMATS.items():
+        if architecture in found.architectures:
+            return kind
+    supported = [name for found in FORMATS.values() for name in found.architectures]
+    raise UserError("architectures", architecture, f"Supported are {', '.join(supported)}.")
+
+
+def _check_latent(layer: dict[str, Any]) -> None:
+    """Raise UserError for keys of latent attention that are not supported here."""
+    types = FORMATS[MlaShape].model_types
+    if layer.get("model_type") not in types:
+        raise UserError("model_type", layer.get("model_type"), f"Supported are {', '.join(types)}.")
+    if layer.get("q_lora_rank", 0) is None:  # not missing: it says that queries have no latent
+        raise UserError("q_lora_rank", None, "Drafters whose queries have no latent are not supported.")
+    for name in ("mla_use_nope", "index_topk"):
+        if layer.get(name):
+            raise UserError(name, layer[name], "Drafters with this are not supported here.")
+
+
+def _attention_heads(kind: type[AttentionShape], layer: dict[str, Any]) -> dict[str, Any]:
+    """Return `attention`, `num_key_value_heads` and `head_dim` of a `DrafterConfig`."""
+    num_heads, width = layer["num_attention_heads"], layer["hidden_size"]
+    if issubclass(kind, MlaShape):
+        shape = kind(**{name: layer[name] for name in kind.widths()})
+        return {"attention": shape, "num_key_value_heads": num_heads, "head_dim": shape.head_dim}
+    if width % num_heads:
+        raise UserError("hidden_size", width, f"It must be a multiple of {num_heads} heads.")
+    return {
+        "attention": kind(),
+        "num_key_value_heads": layer.get("num_key_value_heads") or num_heads,
+        "head_dim": layer.get("head_dim") or width // num_heads,
+    }
 
 
 def _numbers(layer: dict[str, Any], attention: AttentionFormat) -> dict[str, Any]:
