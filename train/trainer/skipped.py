@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from eagle31.errors import UserError
-from eagle31.kernels.transfer import HostCopy
+from train.trainer.host_copy import HostCopy
 
 MAX_SKIPPED = 10  # in a row, after which the run ends
 

@@ -13,13 +13,14 @@ from torch.nn.utils import get_total_norm
 
 from data.batches.device_rows import DeviceRows, StepRows
 from data.progress import Progress
-from eagle31.kernels.transfer import HostCopy, to_device
+from eagle31.kernels.transfer import to_device
 from train.distributed import World, sum_over_ranks
 from train.stop import Stopped
 from train.tracking import Tracker
 from train.trainer.checkpoints import CheckpointDirectory, TrainState
 from train.trainer.engine import full_state
 from train.trainer.engine_state import has_whole_gradient, reduced_gradients
+from train.trainer.host_copy import HostCopy
 from train.trainer.metrics import WindowSums, source_metrics
 from train.trainer.settings import LoopSettings
 from train.trainer.skipped import SkippedSteps, spoiled_unless_finite

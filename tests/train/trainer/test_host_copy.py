@@ -1,7 +1,8 @@
 import torch
 
-from eagle31.kernels.transfer import HostCopy, to_device
+from eagle31.kernels.transfer import to_device
 from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu
+from train.trainer.host_copy import HostCopy
 
 
 def test_values_of_the_device_are_read_without_a_wait() -> None:
