@@ -113,10 +113,9 @@ def read_raw_config(directory: Path) -> dict[str, Any]:
     try:
         check_pointer(path)
         return read_json_object(path)
-    except UserError as error:
-        raise UserError("config.json", directory, f"It cannot be read: {error.remedy}") from error
-    except OSError as error:
-        raise UserError("config.json", directory, f"It cannot be read: {error}") from error
+    except (UserError, OSError) as error:
+        reason = getattr(error, "remedy", error)
+        raise UserError("config.json", directory, f"It cannot be read: {reason}") from error
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:

@@ -109,9 +109,6 @@ def _check_latent(layer: dict[str, Any]) -> None:
         raise UserError("model_type", layer.get("model_type"), f"Supported are {', '.join(types)}.")
     if layer.get("q_lora_rank", 0) is None:  # not missing: it says that queries have no latent
         raise UserError("q_lora_rank", None, "Drafters whose queries have no latent are not supported.")
-    for name in ("mla_use_nope", "index_topk"):
-        if layer.get(name):
-            raise UserError(name, layer[name], "Drafters with this are not supported here.")
 
 
 def _attention_heads(kind: type[AttentionShape], layer: dict[str, Any]) -> dict[str, Any]:
@@ -207,6 +204,7 @@ def _refuse_unknown_parts(raw: dict[str, Any], layer: dict[str, Any]) -> None:
         "logit_scale": layer.get("logit_scale", 1.0) != 1.0 and layer["logit_scale"],
         "eagle_config.use_aux_hidden_state=false": eagle.get("use_aux_hidden_state", True) is False,
         "hidden_act": layer.get("hidden_act", "silu") != "silu" and layer["hidden_act"],
+        **{name: layer.get(name) for name in ("mla_use_nope", "index_topk")},  # of latent attention
     }
     for name, value in unknown.items():
         if value:

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from eagle31.kernels.merged_attention import merged_attention
@@ -13,7 +15,6 @@ from eagle31.kernels.packed_attention import PackedBlock, flash_obstacle, packed
 from eagle31.kernels.packed_steps import PackedKeys, packed_attention
 from eagle31.kernels.plain_attention import Attend, LayerKeys
 from eagle31.kernels.query_run import QueryRun, context_window
-from eagle31.kernels.selected_rows import select_rows
 from eagle31.kernels.split_linear import ProductSums, TokenProjection
 from eagle31.kernels.step_sums import StepSums
 from eagle31.kernels.tiled_attention import FlashKernel, PlainKernel, TiledBlock, tile_mask
@@ -179,13 +180,29 @@ def chunk_rollout(
     sums = StepSums()
     for step, (scheduled, block, rotation) in enumerate(zip(chunk.steps, blocks, rotations, strict=True)):
         if step and scheduled.previous_index is not None:
-            state = select_rows(state, scheduled.previous_index)
+            state = _SelectRows.apply(state, scheduled.previous_index)
             keys = [layer_keys.for_rows(scheduled.previous_index) for layer_keys in keys]
         tokens = [TokenProjection(product, scheduled.teacher_index, total) for product, total in products]
         attend = _attend(block, drafter.config.sliding_window)
         with sums.adding() if isinstance(block, PackedBlock) else nullcontext():
             normed, state, keys = drafter.rollout_step(step, state, tokens, rotation, attend, keys)
         yield normed, state
+
+
+class _SelectRows(torch.autograd.Function):
+    """A selection of rows whose backward pass adds nothing up, because no row is selected twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, index, grad), None
 
 
 def _rotations(rotary: Rotary, batch: PackedBatch, chunk: ChunkSchedule) -> Iterator[tuple[Tensor, Tensor]]:
