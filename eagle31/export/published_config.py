@@ -68,8 +68,10 @@ def _read_config(
     ids, notes = _aux_layer_ids(layer, num_target_layers, aux_layer_ids)
     window, window_notes = _sliding_window(layer, values["num_hidden_layers"], attention)
     notes += window_notes
-    before_fc = (layer.get("eagle_config") or {}).get("norm_before_fc", layer.get("norm_before_fc"))
-    flags = layer | {"norm_before_fc": before_fc}
+    same: dict[str, Any] = {key: layer.get(key) for key in TOKEN_IDS}
+    same |= {flag: bool(layer.get(flag)) for flag in FLAGS}
+    if "norm_before_fc" in (inner := layer.get("eagle_config") or {}):
+        same["norm_before_fc"] = bool(inner["norm_before_fc"])
     config = DrafterConfig(
         **{key: values[key] for key in (*SHAPE_KEYS, *NUMBERS)},
         **_attention_heads(attention, layer),
@@ -78,8 +80,7 @@ def _read_config(
         draft_vocab_size=layer.get("draft_vocab_size") or values["vocab_size"],
         target_hidden_size=layer.get("target_hidden_size") or values["hidden_size"],
         aux_layer_ids=ids,
-        **{flag: bool(flags.get(flag, False)) for flag in FLAGS},
-        **{key: layer.get(key) for key in TOKEN_IDS},
+        **same,
     )
     if layer.get("model_type") == "deepseek_v3":
         notes += ("model_type deepseek_v3: vLLM reads it as multi-token prediction and does not serve it.",)

@@ -37,9 +37,8 @@ class _MergedAttention(torch.autograd.Function):
         rollout = [_select(x, row_indices[i % num_steps]) for i, x in enumerate(rollout)]
         output, lse = block.forward(query, keys, values)
         if num_steps:
-            output, lse = _merge(
-                output, lse, query, rollout[:num_steps], rollout[num_steps:], block.kernel.scale
-            )
+            halves = rollout[:num_steps], rollout[num_steps:]
+            output, lse = _merge(output, lse, query, *halves, block.kernel.scale)
         ctx.block, ctx.row_indices, ctx.sums = block, row_indices, sums
         ctx.save_for_backward(output, lse, *tensors)
         return output
@@ -56,16 +55,8 @@ class _MergedAttention(torch.autograd.Function):
         gradients: list[Tensor] = []
         if num_steps:
             selected = [_select(x, ctx.row_indices[i % num_steps]) for i, x in enumerate(rollout)]
-            grad_query, gradients = _rollout_backward(
-                grad,
-                query,
-                selected[:num_steps],
-                selected[num_steps:],
-                output,
-                lse,
-                grad_query,
-                ctx.block.kernel.scale,
-            )
+            halves, scale = (selected[:num_steps], selected[num_steps:]), ctx.block.kernel.scale
+            grad_query, gradients = _rollout_backward(grad, query, *halves, output, lse, grad_query, scale)
             gradients = [
                 _scatter(x, ctx.row_indices[i % num_steps], rollout[i]) for i, x in enumerate(gradients)
             ]

@@ -151,15 +151,21 @@ def packed_blocks(
     calls = _calls(spans, device)
     random_state = torch.zeros(2, dtype=torch.uint64, device=device)
     blocks = []
-    for step, (window, first_index, first) in enumerate(
-        zip(windows, first_indices, first_steps, strict=True)
-    ):
-        # The kernel counts the keys before and after the query's own.
-        of_window = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-        of_queries = calls, of_window, *moved[2 * step : 2 * step + 2]
-        if window == 0 or not len(places[step]):
-            of_queries = (), {}, None, None
-        blocks.append(PackedBlock(*of_queries, first_index, (first, step), scale, random_state))
+    for step, window in enumerate(windows):
+        has_keys = window != 0 and len(places[step]) > 0
+        of_step, sources = moved[2 * step : 2 * step + 2] if has_keys else (None, None)
+        block = PackedBlock(
+            calls=calls if has_keys else (),
+            # The kernel counts the keys before and after the query's own.
+            window={} if window is None else {"window_size_left": window - 1, "window_size_right": 0},
+            places=of_step,
+            sources=sources,
+            first_index=first_indices[step],
+            read_steps=(first_steps[step], step),
+            scale=scale,
+            random_state=random_state,
+        )
+        blocks.append(block)
     return blocks
 
 

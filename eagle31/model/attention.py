@@ -16,12 +16,13 @@ from eagle31.model.shapes import MlaShape, NormedGqaShape
 # None where the input has the embedding, or there is none.
 Products: TypeAlias = Sequence[TokenProjection | None]
 NO_PRODUCTS: Products = (None, None, None)
+Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
 class AttentionModule(nn.Module, ABC):
     """The projections of a layer's attention without its scores, which the caller computes.
 
-    `x` is [N, in], cos and sin are float32 [N, W].
+    `x` is [N, in]; a rotation is RoPE's cos and sin, float32 [N, W] each.
     """
 
     compresses: ClassVar[bool] = False  # whether `expanded` computes anything
@@ -33,16 +34,14 @@ class AttentionModule(nn.Module, ABC):
         """The projection that `query` starts from, and those that `compressed` starts from."""
 
     @abstractmethod
-    def query(self, x: Tensor, cos: Tensor, sin: Tensor, products: Products = NO_PRODUCTS) -> Tensor:
+    def query(self, x: Tensor, rotation: Pair, products: Products = NO_PRODUCTS) -> Tensor:
         """Return the rotated queries [N, Hq, D]."""
 
     @abstractmethod
-    def compressed(
-        self, x: Tensor, cos: Tensor, sin: Tensor, products: Products = NO_PRODUCTS
-    ) -> tuple[Tensor, Tensor]:
+    def compressed(self, x: Tensor, rotation: Pair, products: Products = NO_PRODUCTS) -> Pair:
         """Return the least from which `expanded` makes each row's keys and values."""
 
-    def expanded(self, compressed: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def expanded(self, compressed: Pair) -> Pair:
         """Return the rotated keys [N, Hkv, D] and the values [N, Hkv, Dv]."""
         return compressed
 
@@ -73,13 +72,11 @@ class GroupedQueryAttention(AttentionModule):
     def inputs(self) -> tuple[nn.Module, ...]:
         return self.q_proj, self.k_proj, self.v_proj
 
-    def query(self, x: Tensor, cos: Tensor, sin: Tensor, products: Products = NO_PRODUCTS) -> Tensor:
-        return rotate(self.q_norm(self._heads(self.q_proj(x, products[0]))), cos, sin)
+    def query(self, x: Tensor, rotation: Pair, products: Products = NO_PRODUCTS) -> Tensor:
+        return rotate(self.q_norm(self._heads(self.q_proj(x, products[0]))), *rotation)
 
-    def compressed(
-        self, x: Tensor, cos: Tensor, sin: Tensor, products: Products = NO_PRODUCTS
-    ) -> tuple[Tensor, Tensor]:
-        key = rotate(self.k_norm(self._heads(self.k_proj(x, products[1]))), cos, sin)
+    def compressed(self, x: Tensor, rotation: Pair, products: Products = NO_PRODUCTS) -> Pair:
+        key = rotate(self.k_norm(self._heads(self.k_proj(x, products[1]))), *rotation)
         return key, self._heads(self.v_proj(x, products[2]))
 
     def _heads(self, product: Tensor) -> Tensor:
@@ -119,18 +116,16 @@ class LatentAttention(AttentionModule):
     def inputs(self) -> tuple[nn.Module, ...]:
         return self.q_a_proj, self.kv_a_proj_with_mqa
 
-    def query(self, x: Tensor, cos: Tensor, sin: Tensor, products: Products = NO_PRODUCTS) -> Tensor:
+    def query(self, x: Tensor, rotation: Pair, products: Products = NO_PRODUCTS) -> Tensor:
         query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x, products[0])))
-        return rotate(query.unflatten(-1, (self.num_heads, -1)), cos, sin, pairs=True)
+        return rotate(query.unflatten(-1, (self.num_heads, -1)), *rotation, pairs=True)
 
-    def compressed(
-        self, x: Tensor, cos: Tensor, sin: Tensor, products: Products = NO_PRODUCTS
-    ) -> tuple[Tensor, Tensor]:
+    def compressed(self, x: Tensor, rotation: Pair, products: Products = NO_PRODUCTS) -> Pair:
         """Return the normed latent and the rotated key that all heads share."""
         latent, turned = self.kv_a_proj_with_mqa(x, products[1]).split(self.latent_widths, dim=-1)
-        return self.kv_a_layernorm(latent), rotate(turned.unsqueeze(1), cos, sin, pairs=True)
+        return self.kv_a_layernorm(latent), rotate(turned.unsqueeze(1), *rotation, pairs=True)
 
-    def expanded(self, compressed: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def expanded(self, compressed: Pair) -> Pair:
         latent, turned = compressed
         products = self.kv_b_proj(latent).unflatten(-1, (self.num_heads, -1))
         plain, value = products.split(self.value_widths, dim=-1)

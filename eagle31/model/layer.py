@@ -72,12 +72,12 @@ class DrafterLayer(nn.Module):
             The output [R, H], and the keys.
         """
         x, residual, products = self._attention_input(state, tokens)
-        cos, sin = rotation
         if not isinstance(keys, LayerKeys):
-            keys = keys(*self.self_attn.expanded(self.self_attn.compressed(x, cos, sin, products)))
+            keys = keys(*self.self_attn.expanded(self.self_attn.compressed(x, rotation, products)))
         if query_index is not None:
-            x, residual, cos, sin = x[query_index], residual[query_index], cos[query_index], sin[query_index]
-        attended = attend(self.self_attn.query(x, cos, sin, products), keys)
+            x, residual, cos, sin = (part[query_index] for part in (x, residual, *rotation))
+            rotation = cos, sin
+        attended = attend(self.self_attn.query(x, rotation, products), keys)
         hidden, normed = self.post_attention_layernorm(self.self_attn.output(attended), residual)
         return hidden + self.mlp(normed), keys
 
@@ -86,7 +86,7 @@ class DrafterLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Compute what `self_attn.expanded` reads alone; the arguments are those of `step`."""
         x, _, products = self._attention_input(state, tokens)
-        return self.self_attn.compressed(x, *rotation, products)
+        return self.self_attn.compressed(x, rotation, products)
 
     def _attention_input(self, state: Tensor, tokens: Tensor | Products) -> tuple[Tensor, Tensor, Products]:
         """Return what the projections read, the residual, and the tokens' products if there are any."""

@@ -53,7 +53,7 @@ class GqaShape(AttentionShape):
 
     name = "gqa"
     title = "GQA"
-    optional_parts: ClassVar = OPTIONAL_PARTS
+    optional_parts: ClassVar[tuple[str, ...]] = OPTIONAL_PARTS
 
 
 @dataclass(frozen=True)
