@@ -114,11 +114,8 @@ def validation_memory(
         chunk_rows: rows that are prefilled or rolled out together.
         itemsize, device: those of `step_memory`.
     """
-    step, rows, layers = (
-        _Step(config, itemsize, device),
-        min(chunk_rows, row_tokens),
-        config.num_hidden_layers,
-    )
+    step, layers = _Step(config, itemsize, device), config.num_hidden_layers
+    rows = min(chunk_rows, row_tokens)
     hidden, head_dim, key_heads = config.hidden_size, config.head_dim, config.num_key_value_heads
     flash, narrow = step.on_flash, config.value_width < head_dim
     width = hidden + step.key_value_width * layers
