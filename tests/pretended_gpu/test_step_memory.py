@@ -20,7 +20,7 @@ from tests.pretended_gpu.live_bytes import LiveBytes
 from tests.train.torchrun import composed
 from train.plan.sizes import RunSizes, trainer_settings
 
-IN_EVERY_RUN = ("kimi_k2_6", "llama3_1_8b", "qwen3_0_6b")
+IN_EVERY_RUN = ("glm_5_2", "kimi_k2_6", "llama3_1_8b")
 OTHERS = sorted(
     {path.stem for path in Path("recipes/recipe").glob("*.yaml")}
     - {*IN_EVERY_RUN, "adapt", "any_target", "quickstart"}
