@@ -14,6 +14,7 @@ from eagle31.export.read import LoadedExport
 from train.engines.serving import Served, acceptance
 from train.evaluation.agreement import Difference, compare_drafts, compare_tokens, count_drafts
 from train.evaluation.completing import CompletingTarget, packed
+from train.evaluation.intervals import over_prompts
 from train.evaluation.measure import Candidate, candidate_of
 from train.evaluation.replay import replay_greedily
 from train.tables import aligned
@@ -24,7 +25,7 @@ _NUM_SHOWN = 8  # differences in a list
 # or more near-ties, next to drafts that rounding does not explain.
 NEAR_TIES = {torch.float32: 0.005, torch.bfloat16: 0.25, torch.float16: 0.25}
 # For a quantized target, whose kernels differ between engines by more than rounding: the largest relative
-# difference of the acceptance lengths.
+# difference of the acceptance lengths, and of the drafts that are accepted up to each position.
 TOLERANCE = 0.05
 
 
@@ -32,15 +33,24 @@ TOLERANCE = 0.05
 class Comparison:
     """vLLM's drafts and completions, and where the reference has others."""
 
-    replayed: AcceptanceStats  # of the trained drafter, on vLLM's completions
-    vllm: AcceptanceStats
+    k: int
+    # Of each prompt: the trained drafter's statistics on vLLM's completion, and vLLM's.
+    by_prompt: Sequence[tuple[AcceptanceStats, AcceptanceStats]]
     num_drafts: int  # all that vLLM made
     num_compared: int
     drafts: list[tuple[int, Difference]]  # with the prompt's index; at most one per draft
     num_tokens: int
     tokens: list[tuple[int, Difference]]  # of the completions
     dtype: torch.dtype  # in which vLLM computes
-    quantized: bool = False  # whether the target is: then only the acceptance lengths are judged
+    quantized: bool = False  # whether the target is: then only acceptance is judged
+
+    @property
+    def replayed(self) -> AcceptanceStats:
+        return sum((ours for ours, _ in self.by_prompt), AcceptanceStats.from_lengths(self.k, []))
+
+    @property
+    def vllm(self) -> AcceptanceStats:
+        return sum((theirs for _, theirs in self.by_prompt), AcceptanceStats.from_lengths(self.k, []))
 
     @property
     def failures(self) -> list[str]:
@@ -50,7 +60,8 @@ class Comparison:
         found = []
         if self.quantized:
             gap = abs(self.vllm.acceptance_length / self.replayed.acceptance_length - 1)
-            return [f"acceptance lengths differ by {gap:.1%}"] if gap > TOLERANCE else []
+            found = [f"acceptance lengths differ by {gap:.1%}"] if gap > TOLERANCE else []
+            return found + self._positions_that_differ()
         for what, total, listed in (
             ("drafts", self.num_compared, self.drafts),
             ("tokens of the completions", self.num_tokens, self.tokens),
@@ -61,6 +72,19 @@ class Comparison:
                 found.append(f"{counts['num_different']} {what} differ")
             if counts["num_near_tie"] > allowed:
                 found.append(f"{counts['num_near_tie']} {what} differ by near-ties; {allowed} may")
+        return found
+
+    def _positions_that_differ(self) -> list[str]:
+        """Return up to which positions vLLM accepts another fraction of the drafts, beyond chance."""
+        found = []
+        for position in range(self.k):
+            counts = [
+                [count for one in sides for count in (one.accepted_per_position[position], one.num_drafts)]
+                for sides in self.by_prompt
+            ]
+            ratio = over_prompts(lambda a0, n0, a1, n1: (a1 / n1) / (a0 / n0), *zip(*counts, strict=True))
+            if ratio.high < 1 - TOLERANCE or ratio.low > 1 + TOLERANCE:
+                found.append(f"acceptance at position {position + 1} is {ratio.shown('x')} that of replay")
         return found
 
     @property
@@ -127,10 +151,11 @@ class Reference:
             drafts += [(index, one) for one in found]
             written = compare_tokens(self.candidate[1], sample, completion, dtype)
             tokens += [(index, one) for one in written]
-        replayed = replay_greedily(*self.candidate, packed(captured), k)
+        ours = replay_greedily(*self.candidate, packed(captured), k).by_prompt
+        of_vllm = [acceptance(k, [theirs[index]], [served.completions[index]]) for index in kept]
         return Comparison(
-            replayed=replayed.totals()[k - 1] if captured else AcceptanceStats.from_lengths(k, []),
-            vllm=acceptance(k, theirs, served.completions),
+            k=k,
+            by_prompt=[(lengths[k - 1], one) for lengths, one in zip(ours, of_vllm, strict=True)],
             num_drafts=sum(map(len, theirs)),
             num_compared=num_compared,
             drafts=drafts,
@@ -163,7 +188,7 @@ def _acceptance_rows(comparison: Comparison) -> list[str]:
         ["drafts", *(str(side.num_drafts) for side in sides)],
         ["acceptance length", *(f"{side.acceptance_length:.3f}" for side in sides)],
     ]
-    for position in range(comparison.vllm.k):
+    for position in range(comparison.k):
         accepted = (str(side.accepted_per_position[position]) for side in sides)
         rows.append([f"accepted at position {position + 1}", *accepted])
     return aligned(rows)
@@ -191,7 +216,8 @@ def _verdict(comparison: Comparison) -> str:
         return f"verdict: vLLM does not serve what was trained: {'; '.join(comparison.failures)}"
     if comparison.quantized:
         judged = (
-            f"acceptance lengths agree within {TOLERANCE:.0%}; for a quantized target, drafts are not judged"
+            f"acceptance agrees within {TOLERANCE:.0%}, at each position too; for a quantized target, drafts "
+            "are not judged"
         )
         return f"verdict: vLLM serves about what was trained ({judged})"
     name = str(comparison.dtype).removeprefix("torch.")

@@ -9,7 +9,9 @@ from eagle31.decoding.acceptance import AcceptanceStats
 from train.evaluation.agreement import Difference
 from train.evaluation.parity import Comparison, comparison_lines
 
-STATS = AcceptanceStats.from_lengths(3, [1] * 400)
+NUM_PROMPTS = 8
+# Of 62 or 63 drafts of each prompt, 60 of all 500 are accepted up to the fourth position.
+STATS = AcceptanceStats(4, 62.5, (40.0, 25.0, 12.5, 7.5))
 NEAR, FAR = (Difference("drafted", 4, [1, 2, 3], [1, 2, 4], gap=gap, bound=1e-3) for gap in (1e-4, 1.0))
 
 
@@ -20,8 +22,8 @@ def comparison(
     num_compared: int = 400,
 ) -> Comparison:
     return Comparison(
-        replayed=STATS,
-        vllm=STATS,
+        k=4,
+        by_prompt=[(STATS, STATS)] * NUM_PROMPTS,
         num_drafts=num_compared,
         num_compared=num_compared,
         drafts=[(0, one) for one in drafts],
@@ -61,6 +63,19 @@ def test_of_a_quantized_target_the_acceptance_lengths_are_judged() -> None:
     drafts = replace(comparison([FAR], []), quantized=True)
     assert drafts.passed
     assert "drafts are not judged" in comparison_lines(drafts)[-1]
-    shorter = replace(drafts, vllm=AcceptanceStats.from_lengths(3, [1] * 350 + [0] * 50))
-    assert shorter.failures == ["acceptance lengths differ by 6.2%"]
+    shorter = AcceptanceStats(4, 62.5, (32.0, 25.0, 12.5, 7.5))
+    [first, second] = replace(drafts, by_prompt=[(STATS, shorter)] * NUM_PROMPTS).failures
+    assert first == "acceptance lengths differ by 5.4%"
+    assert second.startswith("acceptance at position 1 is 0.80x")
     assert replace(drafts, num_compared=0).failures == ["vLLM drafted nothing"]
+
+
+def test_of_a_quantized_target_acceptance_at_each_position_is_judged_by_prompt() -> None:
+    """A last position that falls from 60 to 12 of 500 drafts shortens acceptance by 3.6 % only."""
+    fallen = [replace(STATS, accepted_per_position=(40.0, 25.0, 12.5, one)) for one in (1.0, 2.0)]
+    quantized = replace(comparison([], []), quantized=True)
+    [failure] = replace(quantized, by_prompt=[(STATS, one) for one in fallen] * 4).failures
+    assert failure.startswith("acceptance at position 4 is 0.20x")
+    # What falls for some prompts rises for others.
+    chance = [replace(STATS, accepted_per_position=(40.0, 25.0, 12.5, one)) for one in (4.0, 10.0)]
+    assert replace(quantized, by_prompt=[(STATS, one) for one in chance] * 4).passed
