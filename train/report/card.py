@@ -21,6 +21,7 @@ from train.report.results import (
     describe_counts,
     describe_serving,
     position_table,
+    served_length,
     speed_table,
     training_facts,
     warnings_of,
@@ -29,7 +30,6 @@ from train.report.results import (
 CARD = "README.md"
 # vLLM's package for CPUs has no working `vllm` command.
 _ON_CPU = "-m vllm.entrypoints.openai.api_server --gpu-memory-utilization 0.4 --enforce-eager --model"
-DRAFT_TOKENS = 3  # tokens per draft in the serve command when nothing was evaluated
 
 
 def write_model_card(
@@ -65,7 +65,7 @@ def model_card(
         keep_trailing_newline=True,
     )
     drafter = run_info.get("hub_id") or "PATH_OF_THIS_DIRECTORY"
-    k, layout = evaluation.get("k", DRAFT_TOKENS), layout_of(config)
+    (k, choice), layout = served_length(evaluation, serving), layout_of(config)
     architecture = run_info["architecture"]
     data = " and ".join(dict.fromkeys(map(_data_name, run_info["train_data"])))
     target = run_info["target"] if is_hub_id(run_info["target"]) else "TARGET"
@@ -82,6 +82,7 @@ def model_card(
         served=_table(*speed_table(serving)) if serving else "",
         served_how=describe_serving(serving) if serving else "",
         serve=serve_command(target, drafter, k, layout.value),
+        choice=choice,
         architecture=architecture,
         layout=layout.value,
         on_cpu=_ON_CPU,

@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from eagle31.export.layouts import Layout
 from eagle31.json_files import read_jsonl, write_json, write_text
 from train.evaluation.intervals import Interval
-from train.report.card import DRAFT_TOKENS, serve_command, target_name
+from train.report.card import serve_command, target_name
 from train.report.plots import run_panels, save_png, shown_drift, svg_uri
 from train.report.results import (
     acceptance_table,
@@ -18,11 +18,14 @@ from train.report.results import (
     describe_conditions,
     describe_serving,
     details,
+    fastest,
     interval_of,
     read_report,
     read_serving,
+    served_length,
     speed_table,
     training_facts,
+    users_of,
     warnings_of,
 )
 
@@ -62,6 +65,7 @@ def write_page(output_dir: Path) -> Path:
     metrics, evaluation, run_info = known["metrics"], known["evaluation"], known["run"]
     best_step, serving = run_info["best_step"], read_serving(Path(output_dir))
     panels = run_panels(metrics, evaluation, best_step)
+    k, choice = served_length(evaluation, serving)
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -95,10 +99,11 @@ def write_page(output_dir: Path) -> Path:
         serve=serve_command(
             str(run_info["target"]),
             str(run_info["export"]),
-            evaluation.get("k", DRAFT_TOKENS),
+            k,
             run_info.get("layout", Layout.vllm.value),
             on_cpu=run_info.get("device") == "cpu",
         ),
+        choice=choice,
     )
     path = Path(output_dir) / "report" / "index.html"
     write_text(path, page)
@@ -127,9 +132,9 @@ def _headlines(evaluation: dict[str, Any], serving: dict[str, Any] | None) -> li
             scale += f", untrained {untrained['acceptance_length']:.2f}"
         found.append((f"{stats['acceptance_length']:.2f}", f"acceptance length at k = {k}", scale))
     if serving:
-        first = serving["rows"][0]
-        speedup, users = Interval(**first["speedup"]), first["concurrency"]
-        name = f"speed-up in vLLM for {users} user{'s' if users > 1 else ''}, k = {first['k']}"
+        row = fastest(serving)
+        speedup = Interval(**row["speedup"])
+        name = f"speed-up in vLLM for {users_of(row)}, k = {row['k']}"
         note = f"95 % interval {speedup.low:.2f} to {speedup.high:.2f}"
         found.append((f"{speedup.value:.2f}×", name, note))
     completions = decoding["completions"]

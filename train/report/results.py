@@ -12,6 +12,7 @@ from train.tables import aligned
 # Greedy drafts are what vLLM makes by default, at any temperature; sampled drafts are those of the classic
 # rule of speculative sampling.
 GREEDY, SAMPLED = "greedy", "sampled"
+_DRAFT_TOKENS = 3  # in the serve command when nothing was evaluated
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,26 @@ def describe_serving(numbers: dict[str, Any]) -> str:
         "Output tokens per second per user, and their quotient with its 95 % interval over prompts. "
         f"{numbers['engine']}, {numbers['dtype']}, {numbers['device']}; temperature 0, {length}."
     )
+
+
+def fastest(numbers: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of the draft length that served the fewest users fastest."""
+    rows = [row for row in numbers["rows"] if row["concurrency"] == numbers["rows"][0]["concurrency"]]
+    return max(rows, key=lambda row: row["drafter"])
+
+
+def users_of(row: dict[str, Any]) -> str:
+    return f"{row['concurrency']} user{'s' if row['concurrency'] > 1 else ''}"
+
+
+def served_length(evaluation: dict[str, Any], serving: dict[str, Any] | None) -> tuple[int, str]:
+    """Return the draft length for the serve command, and why it is that one or how to choose it."""
+    if serving:
+        row = fastest(serving)
+        lengths = ", ".join(map(str, sorted({one["k"] for one in serving["rows"]})))
+        return row["k"], f"Of the measured k ({lengths}), {row['k']} served {users_of(row)} fastest."
+    k, measure = evaluation.get("k", _DRAFT_TOKENS), "scripts/bench/serving EXPORT --target TARGET -k 2 3 4"
+    return k, f"Which k serves fastest depends on the machine and the load; {measure} measures it."
 
 
 def describe_conditions(evaluation: dict[str, Any]) -> str:

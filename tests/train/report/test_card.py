@@ -97,6 +97,18 @@ def test_the_serve_command_of_other_layouts() -> None:
     assert words[-1] == "4"  # the target's own token is counted too
 
 
+def test_the_serve_command_has_the_fastest_draft_length() -> None:
+    card = model_card(run_info(), evaluation(), CONFIG)
+    assert '"num_speculative_tokens": 4' in card
+    assert "scripts/bench/serving EXPORT --target TARGET -k 2 3 4 measures it" in card
+    speed = serving("export")
+    one, eight = speed["rows"]
+    speed["rows"] = [one | {"k": 2, "drafter": 70.0}, one | {"k": 3, "drafter": 80.0}, one, eight]
+    card = model_card(run_info(), evaluation(), CONFIG, speed)
+    assert '"num_speculative_tokens": 3' in card
+    assert "Of the measured k (2, 3, 4), 3 served 1 user fastest." in card
+
+
 def test_card_of_a_run_without_evaluation() -> None:
     known = run_info() | dict.fromkeys(("best_step", "draft_vocab_size", "num_tokens"))
     card = model_card(known, {}, CONFIG | {"fc_norm": False, "norm_output": False})
