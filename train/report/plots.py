@@ -2,7 +2,6 @@
 
 import base64
 import io
-import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,9 +11,8 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, to_hex
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 # Blue, orange and gray differ for every kind of color vision. templates/style.css has the same colors.
@@ -28,23 +26,16 @@ _STYLE: dict[Any, Any] = {
     "text.color": INK,
     "axes.edgecolor": MUTED,
     "axes.labelcolor": MUTED,
-    "axes.linewidth": 0.8,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.spines.left": False,
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.axisbelow": True,
-    "axes.xmargin": 0.015,
     "grid.color": RULE,
-    "grid.linewidth": 0.8,
     "legend.frameon": False,
-    "legend.fontsize": 9.5,
-    "lines.linewidth": 1.6,
-    "lines.solid_capstyle": "round",
+    "legend.fontsize": 8.5,
     "xtick.color": MUTED,
     "ytick.color": MUTED,
-    "ytick.left": False,
 }
 # The kinds of keys in a record of drift, their names on the page, and their colors.
 _KEYS = (
@@ -53,7 +44,6 @@ _KEYS = (
     ("own", "drafter's own tokens", WARNING),
 )
 _HEIGHT_INCHES = 3.1
-_DOTTED = (0, (1, 2.5))
 _NUM_BINS = 80  # points per training curve: enough for its shape without the noise
 
 
@@ -69,23 +59,17 @@ class Panel:
 
 def save_png(panels: Sequence[Panel], path: Path, headline: str = "", panel_inches: float = 4.6) -> None:
     """Draw panels next to each other with titles and conditions, under an optional headline."""
-    notes = [textwrap.wrap(panel.note, int(panel_inches * 13)) for panel in panels]
-    num_lines = max(map(len, notes))  # as many for all, so that the titles are aligned
     with matplotlib.rc_context(_STYLE):
-        size = (panel_inches * len(panels), _HEIGHT_INCHES + 0.6 + 0.3 * bool(headline))
-        figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.04))
-        if headline:
-            figure.suptitle(headline, x=0.012, ha="left", fontsize=13.5, fontweight="bold")
+        figure = Figure((panel_inches * len(panels), _HEIGHT_INCHES + 1), layout="constrained")
+        figure.suptitle(headline, x=0.012, ha="left", fontsize=13.5, fontweight="bold")
         [row] = figure.subplots(1, len(panels), squeeze=False)
-        for axes, panel, note in zip(row, panels, notes, strict=True):
+        for axes, panel in zip(row, panels, strict=True):
             panel.draw(axes)
-            lines = "\n".join(note + [""] * (num_lines - len(note)))
-            axes.set_title(lines, loc="left", fontsize=9, color=MUTED, pad=9)
-            above = (0, 11.5 * num_lines + 11)
-            _label(axes, panel.title, (0, 1), above, INK, fontsize=11.5, fontweight="bold", fraction=True)
-        partial = path.with_name(f".{path.name}.partial")
-        figure.savefig(partial, dpi=180, facecolor="white", format="png")
-        partial.replace(path)
+            lines = [panel.title, *textwrap.wrap(panel.note, int(panel_inches * 12))]
+            axes.set_title("\n".join(lines), loc="left", fontsize=9)
+        written = path.with_name(f".{path.name}.partial")
+        figure.savefig(written, dpi=180, facecolor="white", format="png")
+        written.replace(path)
 
 
 def svg_uri(panel: Panel) -> str:
@@ -108,35 +92,34 @@ def run_panels(
         evaluation: the evaluation's results; may be empty.
         best_step: the step whose weights were exported.
     """
-    train = [record for record in metrics if record["kind"] == "train" and record.get("depth")]
-    validation = [record for record in metrics if record["kind"] == "validation"]
     found: list[Panel] = []
-    if train:
-        note = "cross-entropy by token of the draft"
-        found.append(Panel("loss", "Training loss", note, lambda axes: _draw_loss(axes, train)))
-    if validation:
+
+    def add(name: str, title: str, note: str, draw: Callable[..., None], *drawn: Any) -> None:
+        found.append(Panel(name, title, note, lambda axes: draw(axes, *drawn)))
+
+    of_kind = {
+        kind: [one for one in metrics if one["kind"] == kind] for kind in ("train", "validation", "drift")
+    }
+    if train := [record for record in of_kind["train"] if record.get("depth")]:
+        add("loss", "Training loss", "cross-entropy by token of the draft", _draw_loss, train)
+    if validation := of_kind["validation"]:
         note = "temperature 0, by replay of held-out prompts"
-        draw = lambda axes: _draw_replay(axes, validation, best_step)  # noqa: E731
-        found.append(Panel("replay", "Acceptance length over training", note, draw))
+        add("replay", "Acceptance length over training", note, _draw_replay, validation, best_step)
     if evaluation:
         trained = evaluation["trained"]["by_draft_length"]
         untrained = (evaluation.get("untrained") or {}).get("by_draft_length", [])
         note = f"temperature 0, by replay of {evaluation['num_prompts']} held-out prompts"
-        draw = lambda axes: _draw_draft_length(axes, trained, untrained)  # noqa: E731
         shaded = f"{note}; shaded: 95 % interval over prompts"
-        found.append(Panel("draft_length", "Acceptance length by draft length", shaded, draw))
+        title = "Acceptance length by draft length"
+        add("draft_length", title, shaded, _draw_draft_length, trained, untrained)
         stats = trained[evaluation["k"] - 1]
-        draw = lambda axes: _draw_positions(axes, stats)  # noqa: E731
         note = f"k = {stats['k']}, {note}"
-        found.append(Panel("positions", "Acceptance by position in the draft", note, draw))
+        add("positions", "Acceptance by position in the draft", note, _draw_positions, stats)
     if (shown := shown_drift(metrics, best_step)) is not None:
         note = f"mean over heads, last layer, step {shown['step']:,}"
-        draw = lambda axes: _draw_attention(axes, shown)  # noqa: E731
-        found.append(Panel("drift_attention", "Where the drafter attends", note, draw))
-        records = [record for record in metrics if record["kind"] == "drift"]
-        note = "root mean square by token of the draft"
-        draw = lambda axes: _draw_states(axes, records)  # noqa: E731
-        found.append(Panel("drift_state", "Size of the state that is fed back", note, draw))
+        add("drift_attention", "Where the drafter attends", note, _draw_attention, shown)
+        title, note = "Size of the state that is fed back", "root mean square by token of the draft"
+        add("drift_state", title, note, _draw_states, of_kind["drift"])
     return {panel.name: panel for panel in found}
 
 
@@ -149,15 +132,12 @@ def shown_drift(metrics: Sequence[dict[str, Any]], best_step: int | None) -> dic
 
 
 def _draw_loss(axes: Axes, train: Sequence[dict[str, Any]]) -> None:
-    num_depths = max(len(record["depth"]) for record in train)
     curves = []
-    for depth in range(num_depths):
+    for depth in range(max(len(record["depth"]) for record in train)):
         records = [record for record in train if depth < len(record["depth"])]
         points = _bin_means([r["step"] for r in records], [r["depth"][depth]["loss"] for r in records])
         curves.append((f"token {depth + 1}", *points))
-    axes.set_ylabel("nats per token")
-    step_axis(axes)
-    draw_curves(axes, curves, markersize=0 if len(curves[0][1]) > 1 else 4)
+    _draw_curves(axes, curves, "nats per token", markersize=0 if len(curves[0][1]) > 1 else 4)
 
 
 def _draw_replay(axes: Axes, validation: Sequence[dict[str, Any]], best_step: int | None) -> None:
@@ -166,41 +146,32 @@ def _draw_replay(axes: Axes, validation: Sequence[dict[str, Any]], best_step: in
         records = [record for record in validation if str(k) in record["acceptance_length"]]
         y = [record["acceptance_length"][str(k)] for record in records]
         curves.append((f"k = {k}", [record["step"] for record in records], y))
-    axes.set_ylabel("tokens per target forward")
     if best_step is not None:
-        axes.axvline(best_step, color=MUTED, linewidth=1, linestyle=_DOTTED, zorder=1)
-        _label(axes, f"best: {best_step:,}", (best_step, 0), (-4, 4), MUTED, ha="right", at_bottom=True)
-    step_axis(axes)
-    draw_curves(axes, curves, bottom=0.95)
+        axes.axvline(best_step, color=MUTED, linewidth=1, linestyle=":", label=f"best: {best_step:,}")
+    _draw_curves(axes, curves, "tokens per target forward", bottom=0.95)
 
 
 def _draw_draft_length(
     axes: Axes, trained_rows: Sequence[dict[str, Any]], untrained_rows: Sequence[dict[str, Any]]
 ) -> None:
     k = [row["k"] for row in trained_rows]
-    trained = [row["acceptance_length"] for row in trained_rows]
+    trained, low, high = (
+        [row[name] for row in trained_rows] for name in ("acceptance_length", "low", "high")
+    )
     # The perfect line leaves the axes where drafts are long and few of their tokens are accepted.
-    top = min(k[-1] + 1.35, 1.3 * max(row["high"] for row in trained_rows))
-    axes.set(xlim=(k[0] - 0.3, k[-1] + 0.3), ylim=(0.75, top), xticks=k)
+    axes.set(ylim=(0.75, min(k[-1] + 1.35, 1.3 * max(high))), xticks=k)
     axes.set(xlabel="draft length k (tokens)", ylabel="tokens per target forward")
-    axes.plot(k, [n + 1 for n in k], color=MUTED, linewidth=1, linestyle=_DOTTED)
-    labels = [("trained", trained[-1], ACCENT)]
-    if k[-1] + 1 < top:
-        labels.append(("perfect", k[-1] + 1, MUTED))
-    else:
-        _label(axes, "perfect", (top - 1, top), (5, -12), MUTED)
+    axes.plot(k, [n + 1 for n in k], color=MUTED, linewidth=1, linestyle=":", label="perfect")
+    axes.fill_between(k, low, high, color=PALE, linewidth=0, zorder=1)
+    axes.plot(k, trained, color=ACCENT, marker="o", label="trained")
     if untrained_rows:
         untrained = [row["acceptance_length"] for row in untrained_rows]
-        axes.plot(k, untrained, color=MUTED, marker="o", markersize=4)
-        labels.append(("untrained", untrained[-1], MUTED))
-    low, high = ([row[name] for row in trained_rows] for name in ("low", "high"))
-    axes.fill_between(k, low, high, color=PALE, linewidth=0, zorder=1)
-    axes.plot(k, trained, color=ACCENT, marker="o", markersize=5.5, linewidth=2.2)
+        axes.plot(k, untrained, color=MUTED, marker="o", markersize=4, label="untrained")
     for n, value in zip(k, trained, strict=True):
-        # Near the perfect line there is only room below.
-        offset = (0, -17) if n + 1 - value < 0.075 * top else (0, 7)
-        _label(axes, f"{value:.2f}", (n, value), offset, ACCENT, ha="center", fontweight="bold")
-    label_ends(axes, labels)
+        axes.annotate(
+            f"{value:.2f}", (n, value), (0, -15), textcoords="offset points", ha="center", color=ACCENT
+        )
+    axes.legend(loc="upper left")
 
 
 def _draw_positions(axes: Axes, stats: dict[str, Any]) -> None:
@@ -210,12 +181,10 @@ def _draw_positions(axes: Axes, stats: dict[str, Any]) -> None:
     )
     positions = np.arange(1, stats["k"] + 1)
     for name, rates, color, offset in bars:
-        axes.bar(positions + offset, rates, 0.39, color=color, label=name)
-        for position, rate in zip(positions, rates, strict=True):
-            _label(axes, f"{100 * rate:.0f}", (position + offset, rate), (0, 3), INK, ha="center")
+        drawn = axes.bar(positions + offset, rates, 0.39, color=color, label=name)
+        axes.bar_label(drawn, [f"{100 * rate:.0f}" for rate in rates], padding=2)
     axes.set(xticks=positions, xlabel="position in the draft")
-    percent_axis(axes, "accepted", top=1.2)
-    legend_above(axes)
+    _percent_axis(axes, "accepted")
 
 
 def _draw_attention(axes: Axes, record: dict[str, Any]) -> None:
@@ -226,8 +195,7 @@ def _draw_attention(axes: Axes, record: dict[str, Any]) -> None:
         axes.bar(tokens, heights, 0.72, bottom=bottom, color=color, label=name)
         bottom += heights
     axes.set(xticks=tokens, xlabel="token of the draft")
-    percent_axis(axes, "of the attention", top=1.18)
-    legend_above(axes)
+    _percent_axis(axes, "of the attention")
 
 
 def _draw_states(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
@@ -236,61 +204,32 @@ def _draw_states(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
         (f"token {depth + 1}", steps, [record["depth"][depth]["state_rms"] for record in records])
         for depth in range(len(records[0]["depth"]))
     ]
-    axes.set_ylabel("RMS")
-    step_axis(axes)
-    draw_curves(axes, curves, markersize=3, bottom=0)
+    _draw_curves(axes, curves, "RMS", bottom=0)
 
 
-def draw_curves(
+def _draw_curves(
     axes: Axes,
     curves: Sequence[tuple[str, Sequence[float], Sequence[float]]],
+    label: str,
     markersize: float = 3.5,
     bottom: float | None = None,
 ) -> None:
-    """Draw (name, x, y) curves in the colors of the ramp, with their names at their ends."""
-    colors = ramp(len(curves))
-    for (_, x, y), color in zip(curves, colors, strict=True):
-        axes.plot(x, y, color=color, marker="o" if markersize else "", markersize=markersize)
-    if bottom is not None:
-        axes.set_ylim(bottom=bottom)
-    label_ends(axes, [(name, y[-1], color) for (name, _, y), color in zip(curves, colors, strict=True)])
-
-
-def label_ends(axes: Axes, labels: Sequence[tuple[str, float, str]]) -> None:
-    """Label each (text, y, color) curve to the right of its end; move labels apart that would overlap."""
-    shown = sorted((label for label in labels if math.isfinite(label[1])), key=lambda label: label[1])
-    bottom, top = axes.get_ylim()
-    gap = 0.062 * (top - bottom)
-    heights: list[float] = []
-    for _, y, _ in shown:
-        heights.append(max(y, heights[-1] + gap) if heights else y)
-    # All labels move down by the mean of the shifts, so that they stay next to their curves.
-    shift = sum(heights) / max(len(shown), 1) - sum(y for _, y, _ in shown) / max(len(shown), 1)
-    right = axes.get_xlim()[1]
-    for height, (text, _, color) in zip(heights, shown, strict=True):
-        _label(axes, text, (right, height - shift), (5, 0), color, va="center")
-
-
-def step_axis(axes: Axes) -> None:
-    axes.set_xlabel("training step")
+    """Draw (name, x, y) curves over training's steps in the colors of the ramp."""
+    for index, (name, x, y) in enumerate(curves):
+        color = _RAMP(index / max(len(curves) - 1, 1))
+        axes.plot(x, y, color=color, marker="o" if markersize else "", markersize=markersize, label=name)
+    axes.set(xlabel="training step", ylabel=label)
+    axes.set_ylim(bottom=bottom)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-def percent_axis(axes: Axes, label: str, top: float) -> None:
-    axes.set_ylim(0, top)
-    axes.set_yticks(np.arange(0, min(top, 1) + 0.01, 0.1 if top <= 0.5 else 0.2))
+def _percent_axis(axes: Axes, label: str) -> None:
+    """Make the y axis one of percentages, with room for the legend above."""
+    axes.set(ylim=(0, 1.2), yticks=np.linspace(0, 1, 6), ylabel=label)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes.set_ylabel(label)
-
-
-def legend_above(axes: Axes) -> None:
-    """Name what is drawn in one row at the top, where `percent_axis` has left room."""
-    axes.legend(loc="upper left", ncols=4, borderpad=0, handlelength=0.9, columnspacing=1.2, borderaxespad=0)
-
-
-def ramp(num: int) -> list[str]:
-    return [to_hex(_RAMP(i / max(num - 1, 1))) for i in range(num)]
+    axes.legend(loc="upper left", ncols=3)
 
 
 def _bin_means(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -300,19 +239,3 @@ def _bin_means(steps: Sequence[float], values: Sequence[float]) -> tuple[list[fl
     counts = np.diff([*starts, len(steps)])
     x, y = (np.add.reduceat(np.asarray(series, dtype=float), starts) / counts for series in (steps, values))
     return x.tolist(), y.tolist()
-
-
-def _label(
-    axes: Axes,
-    text: str,
-    xy: tuple[float, float],
-    offset: tuple[float, float],
-    color: str,
-    *,
-    fraction: bool = False,
-    at_bottom: bool = False,
-    **kwargs: Any,
-) -> None:
-    """Write text `offset` points away from a data point, or from a fraction of the axes (or their height)."""
-    where = "axes fraction" if fraction else ("data", "axes fraction") if at_bottom else "data"
-    axes.annotate(text, xy, offset, where, "offset points", color=color, annotation_clip=False, **kwargs)
