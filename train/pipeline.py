@@ -25,7 +25,6 @@ from train.config.run import (
     RunConfig,
     Stage,
     needed_stages,
-    selected_stages,
     starts_vllm,
 )
 from train.context import RunContext
@@ -85,7 +84,7 @@ def run_pipeline(config: RunConfig, world: World, given: Sequence[str] = ()) -> 
         UserError: bad input, or a selected stage needs one that is neither selected nor finished.
     """
     world.use_device()
-    config = replace(config, stages=selected_stages(config))
+    config = replace(config, stages=[stage for stage in Stage if stage in config.stages])
     context = RunContext(config, world)
     quiet_libraries(world)
     if world.is_main:

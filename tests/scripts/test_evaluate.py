@@ -55,7 +55,6 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> CheckpointEvaluation:
         draft_tokens=2,
         max_new_tokens=8,
         prompt_column="q",
-        response_column="a",
     )
 
 
@@ -108,7 +107,6 @@ def test_matrix(asked: CheckpointEvaluation, tmp_path: Path, monkeypatch: pytest
     settings = replace(
         asked,
         data=[*asked.data, str(tmp_path / "sets.yaml")],
-        response_column=None,
         max_new_tokens=4,
         json=tmp_path / "out.json",
         output=tmp_path / "kept",

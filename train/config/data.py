@@ -7,6 +7,7 @@ from omegaconf import MISSING
 
 from data.conversations.choices import Turns, check_template_kwargs
 from eagle31.errors import UserError
+from train.config.evaluate import MAX_TEMPERATURE
 from train.config.setting import setting
 
 SELF = "self"  # data.train: prompts that the target writes
@@ -25,7 +26,7 @@ class RegenerateConfig:
         "Sampling temperature; 0 is greedy. null: the sampling that the target's generation_config "
         "recommends.",
         ge=0,
-        le=100,
+        le=MAX_TEMPERATURE,
     )
     batch_size: int = setting(
         16, "Prompts of one forward pass with target.engine=hf; vLLM batches by itself.", ge=1
@@ -43,7 +44,7 @@ class SelfPromptsConfig:
         ge=1,
         le=1_000_000,
     )
-    temperature: float = setting(1.0, "Sampling temperature.", gt=0, le=100)
+    temperature: float = setting(1.0, "Sampling temperature.", gt=0, le=MAX_TEMPERATURE)
     top_p: float = setting(0.95, "Probability of the likeliest tokens that are sampled from.", gt=0, le=1)
     max_new_tokens: int = setting(96, "Length limit of a prompt, in tokens.", ge=1)
     system_prompt: str | None = setting(

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle31.choice import Choice
-from eagle31.errors import UserError
 from train.config.setting import setting
 
 
@@ -93,13 +92,3 @@ class DrafterShape:
     train_lm_head: bool = setting(
         True, "Whether the draft head is trained; otherwise it stays the target's rows."
     )
-
-
-def check_drafter(drafter: DrafterShape) -> None:
-    """Raise UserError for values that no drafter could have, and for settings that belong together."""
-    ids = drafter.aux_layer_ids
-    if ids is not None and (not ids or ids != sorted(set(ids)) or ids[0] < 0):
-        remedy = "Give distinct ids in increasing order from 0, the embedding's output, such as [2,18,33]."
-        raise UserError("drafter.aux_layer_ids", ids, remedy)
-    if drafter.init_revision is not None and drafter.init_from is None:
-        raise UserError("drafter.init_revision", drafter.init_revision, "Give drafter.init_from too.")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from train.config.setting import setting
 
 MAX_DRAFT_TOKENS = 64  # a longer draft is never accepted to its end, and each token of it costs a pass
-MAX_TEMPERATURE = 100  # all tokens are then alike
+MAX_TEMPERATURE = 2  # vLLM refuses higher ones
 
 
 @dataclass

@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from eagle31.choice import Choice
+from train.config.compose import schema_keys
 from train.config.run import RunConfig
 from train.config.setting import bounds_in_words
 
@@ -33,15 +34,15 @@ An unknown key, a value of the wrong type and a value out of range are refused b
 """
 
 
-def groups(schema: type = RunConfig, key: str = "") -> Iterator[tuple[str, type]]:
+def groups() -> Iterator[tuple[str, type]]:
     """Yield the groups of settings by their keys, each before the groups within it; "" is the run itself."""
-    yield key, schema
-    for name, kind in typing.get_type_hints(schema).items():
-        inner = f"{key}.{name}" if key else name
+    yield "", RunConfig
+    for key, kind in schema_keys():
+        named = typing.get_args(kind)[1] if typing.get_origin(kind) is dict else None
         if dataclasses.is_dataclass(kind):
-            yield from groups(typing.cast(type, kind), inner)
-        elif typing.get_origin(kind) is dict and dataclasses.is_dataclass(typing.get_args(kind)[1]):
-            yield from groups(typing.get_args(kind)[1], f"{inner}.NAME")
+            yield key, typing.cast(type, kind)
+        elif dataclasses.is_dataclass(named):
+            yield f"{key}.NAME", typing.cast(type, named)
 
 
 def page() -> str:

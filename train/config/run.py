@@ -23,7 +23,7 @@ from train.config.capture import (
     check_capture,
 )
 from train.config.data import DataConfig, check_data
-from train.config.drafter import DrafterShape, check_drafter
+from train.config.drafter import DrafterShape
 from train.config.evaluate import EvaluateConfig
 from train.config.export import ExportConfig
 from train.config.plan import PlanConfig
@@ -35,7 +35,7 @@ from train.config.training import (
     TrainConfig,
     check_deepspeed,
 )
-from train.config.vllm import VllmConfig, check_temperatures, check_vllm
+from train.config.vllm import VllmConfig, check_vllm
 
 
 class Stage(Choice):
@@ -105,26 +105,12 @@ def check(config: RunConfig) -> None:
     if not config.stages:
         raise UserError("stages", "[]", f"Choose from {[stage.value for stage in Stage]}.")
     check_target(config.target)
-    check_drafter(config.drafter)
     check_data(config.data)
     check_capture(config.capture)
     check_vllm(config.vllm)
     check_deepspeed(config.deepspeed)
     check_lengths(config)
     check_sharing(config)
-    if config.target.engine is TargetEngine.vllm:
-        check_temperatures(
-            {
-                "evaluate.temperature": config.evaluate.temperature,
-                "data.regenerate.temperature": config.data.regenerate.temperature,
-                "data.self_prompts.temperature": config.data.self_prompts.temperature,
-            }
-        )
-
-
-def uses_vllm(config: RunConfig) -> bool:
-    """Return whether the target of this run captures or writes in vLLM."""
-    return config.capture.source is CaptureSource.vllm or config.target.engine is TargetEngine.vllm
 
 
 def starts_vllm(config: RunConfig) -> bool:
@@ -188,11 +174,6 @@ def waiting_bytes(config: RunConfig) -> int:
 def training_seed(config: RunConfig) -> int:
     """Return the seed of the drafter's first weights and of the order of the training samples."""
     return config.seed if config.train.seed is None else config.train.seed
-
-
-def selected_stages(config: RunConfig) -> list[Stage]:
-    """Return the stages to run in their order."""
-    return [stage for stage in Stage if stage in config.stages]
 
 
 def needed_stages(config: RunConfig) -> list[Stage]:

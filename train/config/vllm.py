@@ -8,7 +8,6 @@ from eagle31.choice import Choice
 from eagle31.errors import UserError
 from train.config.setting import setting
 
-MAX_TEMPERATURE = 2.0  # vLLM refuses higher ones
 # What the plan computes with; vLLM checks the other arguments.
 _SIZES = (
     "tensor_parallel_size",
@@ -71,11 +70,3 @@ def _check_url(url: str) -> None:
     if not good:
         remedy = "Give the server's address, such as http://127.0.0.1:8000."
         raise UserError("vllm.servers", url, remedy)
-
-
-def check_temperatures(temperatures: dict[str, float | None]) -> None:
-    """Raise UserError for the first temperature, by field, that vLLM does not take."""
-    for name, value in temperatures.items():
-        if value is not None and value > MAX_TEMPERATURE:
-            remedy = f"vLLM takes at most {MAX_TEMPERATURE}; lower it, or set target.engine=hf."
-            raise UserError(name, value, remedy)

@@ -180,6 +180,15 @@ def count_drafts(num_compared: int, differences: Sequence[Difference]) -> dict[s
     }
 
 
+def describe_counts(counts: dict[str, int]) -> str:
+    """Return, in words, how many of the compared are identical, near-ties, different, or not compared."""
+    parts = [f"{counts['num_identical']} of {sum(counts.values())} identical"]
+    for name in ("near_tie", "different", "not_compared"):
+        if counts.get(f"num_{name}"):
+            parts.append(f"{counts[f'num_{name}']} {name.replace('_', '-' if name == 'near_tie' else ' ')}")
+    return ", ".join(parts)
+
+
 def _places(drafts: Sequence[PlacedDraft], num_tokens: int, common: int) -> list[Difference]:
     """Return where a draft is missing: each follows the accepted tokens of the one before and one more."""
     found, expected = [], 1

@@ -34,7 +34,6 @@ from train.evaluation.matrix import (
 from train.evaluation.measure import (
     Candidate,
     Conditions,
-    PassResults,
     candidate_of,
     common_positions,
     decode_in_transformers,
@@ -62,7 +61,6 @@ class CheckpointEvaluation:
     split: str = "test"
     subset: str | None = None
     prompt_column: str | None = None
-    response_column: str | None = None
     chat_template: str | None = None
     template_kwargs: list[str] | tuple[str, ...] = ()
     revision: str | None = None
@@ -93,7 +91,6 @@ def evaluate_checkpoint(
         settings.split,
         subset=settings.subset,
         prompt_column=settings.prompt_column,
-        response_column=settings.response_column,
     )
     sources = parse_sources(settings.data, columns)
     spec = TargetSpec(
@@ -180,9 +177,8 @@ def _pooled(
     trained = replace(trained, strata=tuple(len(cell.prompts) for cell in cells))
     chosen = of_all_sources(sources)[:num_decoded]
     with tempfile.TemporaryDirectory() as directory:
-        passes = PassResults(Path(directory))
         decoded, texts = decode_in_transformers(
-            target, candidate, prompts, alone, chosen, conditions, passes, output, sources
+            target, candidate, prompts, alone, chosen, conditions, Path(directory), output, sources
         )
     both = {"trained": trained.to_json(), "untrained": None}
     states = "the states of the same target"

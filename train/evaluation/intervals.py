@@ -20,8 +20,12 @@ class Interval:
     low: float
     high: float
 
+    @property
+    def bounds(self) -> str:
+        return f"{self.low:.2f} to {self.high:.2f}"
+
     def shown(self, unit: str = "") -> str:
-        return f"{self.value:.2f}{unit} ({self.low:.2f} to {self.high:.2f})"
+        return f"{self.value:.2f}{unit} ({self.bounds})"
 
 
 def over_prompts(
@@ -63,6 +67,11 @@ def over_prompts(
 def acceptance_interval(drafts: ArrayLike, accepted: ArrayLike, strata: Sequence[int] = ()) -> Interval:
     """Return the acceptance length of all drafts. drafts, accepted: [P], the numbers of each prompt."""
     return over_prompts(lambda drafts, accepted: 1 + accepted / drafts, drafts, accepted, strata=strata)
+
+
+def length_of(stats: dict[str, Any]) -> Interval:
+    """Return the acceptance length among the statistics of a draft length in evaluation.json."""
+    return Interval(stats["acceptance_length"], stats["low"], stats["high"])
 
 
 def paired_ratio(measured: dict[str, Any], reference: dict[str, Any], index: int) -> Interval:

@@ -18,9 +18,8 @@ from data.conversations.schemas import Conversation
 from data.samples import CapturedSample
 from data.sampling import Sampling
 from eagle31.errors import UserError
-from train.artifact import fingerprint
 from train.evaluation.completing import CompletingTarget
-from train.evaluation.intervals import paired_ratio
+from train.evaluation.intervals import Interval, length_of, paired_ratio
 from train.evaluation.replay import PromptAcceptance
 from train.tables import aligned
 
@@ -45,11 +44,6 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.domain}/{self.condition}" if self.condition else self.domain
-
-    @property
-    def key(self) -> str:
-        """A fingerprint of the prompts."""
-        return fingerprint({"prompts": [list(map(list, self.prompts))]})
 
     @property
     def mean_prompt_tokens(self) -> float:
@@ -217,25 +211,21 @@ def matrix_result(
     differ; None for a base cell and where they share none.
     """
     bases = {cell.domain: (cell, found) for cell, found in measured if not cell.condition}
-    result = []
-    for cell, found in measured:
-        ratio = None
-        if cell.condition and cell.domain in bases:
-            ratio = _ratio((cell, found), bases[cell.domain], draft_tokens)
-        acceptance = found.to_json()
-        result.append(
-            {
-                "name": cell.name,
-                "domain": cell.domain,
-                "condition": cell.condition,
-                "setting": asdict(cell.setting),
-                "num_prompts": len(cell.prompts),
-                "mean_prompt_tokens": cell.mean_prompt_tokens,
-                "by_draft_length": acceptance["by_draft_length"],
-                "ratio": ratio,
-            }
-        )
-    return result
+    return [
+        {
+            "name": cell.name,
+            "domain": cell.domain,
+            "condition": cell.condition,
+            "setting": asdict(cell.setting),
+            "num_prompts": len(cell.prompts),
+            "mean_prompt_tokens": cell.mean_prompt_tokens,
+            "by_draft_length": found.to_json()["by_draft_length"],
+            "ratio": _ratio((cell, found), bases[cell.domain], draft_tokens)
+            if cell.condition and cell.domain in bases
+            else None,
+        }
+        for cell, found in measured
+    ]
 
 
 def _ratio(
@@ -262,10 +252,8 @@ def format_matrix(result: Mapping[str, Any]) -> str:
     rows = [["cell", "prompts", "prompt tokens", f"acceptance length, k = {k}", "of its base cell"]]
     for cell in result["cells"]:
         stats, ratio = cell["by_draft_length"][k - 1], cell["ratio"]
-        length = f"{stats['acceptance_length']:.2f} ({stats['low']:.2f} to {stats['high']:.2f})"
-        of_base = "" if ratio is None else f"{ratio['value']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
-        rows.append(
-            [cell["name"], str(cell["num_prompts"]), f"{cell['mean_prompt_tokens']:.0f}", length, of_base]
-        )
+        of_base = "" if ratio is None else Interval(ratio["value"], ratio["low"], ratio["high"]).shown()
+        counts = [str(cell["num_prompts"]), f"{cell['mean_prompt_tokens']:.0f}"]
+        rows.append([cell["name"], *counts, length_of(stats).shown(), of_base])
     lines = [f"left out: {name}: {reason}" for name, reason in result["left_out"].items()]
     return "\n".join([*aligned(rows), *lines])

@@ -1,5 +1,6 @@
 """One evaluation of a drafter, for the evaluate stage and scripts/evaluate."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,18 +40,12 @@ def candidate_of(
     return loaded.drafter.to(device, dtype), frozen
 
 
-class PassResults:
-    """A directory with one JSON file for each finished pass, which a later evaluation reads."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def run(self, name: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the result of a pass: the one on disk, or else the computed one, once it is on disk."""
-        path = self.directory / f"{name}.json"
-        if not path.exists():
-            write_json(path, compute())
-        return read_json(path)
+def kept_pass(directory: Path, name: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the result of a pass: the one on disk, or else the computed one, once it is on disk."""
+    path = directory / f"{name}.json"
+    if not path.exists():
+        write_json(path, compute())
+    return read_json(path)
 
 
 @dataclass(frozen=True)
@@ -90,7 +85,7 @@ def decode_in_transformers(
     alone: Sequence[Sequence[int]],
     chosen: Sequence[int],
     conditions: Conditions,
-    passes: PassResults,
+    passes: Path,
     output: Path,
     sources: Sequence[str] = (),
 ) -> tuple[DecodedSubset, Texts]:
@@ -99,6 +94,7 @@ def decode_in_transformers(
     Args:
         alone: the target's greedy completions of the prompts.
         chosen: indices of prompts.
+        passes: directory of finished passes, one JSON file each, which are not repeated.
         output: directory of the sampled completions, which are not written again.
         sources: of each prompt, which stratify intervals; () is one source.
     """
@@ -111,20 +107,18 @@ def decode_in_transformers(
             limits |= {"draft_tokens": conditions.draft_tokens, "eos_token_ids": conditions.eos_token_ids}
             return asdict(decode_speculatively(decoder, *candidate, prompt, **limits))
 
-        decoded.append(Decoded(**passes.run(f"prompt-{number}", complete)))
+        decoded.append(Decoded(**kept_pass(passes, f"prompt-{number}", complete)))
     served = Served([one.token_ids for one in decoded], [placed_drafts(one) for one in decoded])
 
     def sample() -> dict[str, Any]:
         sampling = conditions.sampling(conditions.temperature)
         completions = target.complete(prompts, sampling, output / "sampled.jsonl")
         rows = packed(target.samples(prompts, completions))
-        kept = [one for one, written in zip(sources, completions, strict=False) if len(written) > 1]
-        report = sampling_report(
-            *candidate, rows, conditions.longest_draft, conditions.temperature, strata_of(kept)
-        )
-        return {"sampling": report}
+        kept = Counter(one for one, written in zip(sources, completions, strict=False) if len(written) > 1)
+        strata, longest = tuple(kept.values()), conditions.longest_draft
+        return {"sampling": sampling_report(*candidate, rows, longest, conditions.temperature, strata)}
 
-    sampled = passes.run("sampling", sample)["sampling"] if conditions.temperature else None
+    sampled = kept_pass(passes, "sampling", sample)["sampling"] if conditions.temperature else None
     dtype = target.capture.dtype
     engine = f"eagle31 (transformers, {str(dtype).removeprefix('torch.')}, {decoder.device.type})"
     completions = drafted_completions(served, [alone[index] for index in chosen])
@@ -164,11 +158,6 @@ def evaluation_json(
             **agreement_report(*candidate, texts, decoded.dtype),
         },
     }
-
-
-def strata_of(sources: Sequence[str]) -> tuple[int, ...]:
-    """Return how many prompts each source has, in their order."""
-    return tuple(map(list(sources).count, dict.fromkeys(sources)))
 
 
 def common_positions(parts: TargetParts, drafter: DrafterConfig) -> int:

@@ -12,7 +12,13 @@ from data.target.spec import TargetSpec
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.export.read import LoadedExport
 from train.engines.serving import Served, acceptance
-from train.evaluation.agreement import Difference, compare_drafts, compare_tokens, count_drafts
+from train.evaluation.agreement import (
+    Difference,
+    compare_drafts,
+    compare_tokens,
+    count_drafts,
+    describe_counts,
+)
 from train.evaluation.completing import CompletingTarget, packed
 from train.evaluation.intervals import over_prompts
 from train.evaluation.measure import Candidate, candidate_of
@@ -53,6 +59,15 @@ class Comparison:
         return sum((theirs for _, theirs in self.by_prompt), AcceptanceStats.from_lengths(self.k, []))
 
     @property
+    def counts_of_drafts(self) -> dict[str, int]:
+        counts = count_drafts(self.num_compared, [one for _, one in self.drafts])
+        return counts | {"num_not_compared": self.num_drafts - self.num_compared}
+
+    @property
+    def counts_of_tokens(self) -> dict[str, int]:
+        return count_drafts(self.num_tokens, [one for _, one in self.tokens])
+
+    @property
     def failures(self) -> list[str]:
         """The reasons why vLLM does not serve what was trained; empty if it does."""
         if not self.num_compared:
@@ -62,11 +77,10 @@ class Comparison:
             gap = abs(self.vllm.acceptance_length / self.replayed.acceptance_length - 1)
             found = [f"acceptance lengths differ by {gap:.1%}"] if gap > TOLERANCE else []
             return found + self._positions_that_differ()
-        for what, total, listed in (
-            ("drafts", self.num_compared, self.drafts),
-            ("tokens of the completions", self.num_tokens, self.tokens),
+        for what, total, counts in (
+            ("drafts", self.num_compared, self.counts_of_drafts),
+            ("tokens of the completions", self.num_tokens, self.counts_of_tokens),
         ):
-            counts = count_drafts(total, [one for _, one in listed])
             allowed = max(1, int(NEAR_TIES[self.dtype] * total))
             if counts["num_different"]:
                 found.append(f"{counts['num_different']} {what} differ")
@@ -98,8 +112,8 @@ class Comparison:
             "replay": self.replayed.to_json(),
             "vllm": self.vllm.to_json(),
             "num_drafts": self.num_drafts,
-            "drafts": count_drafts(self.num_compared, [one for _, one in self.drafts]),
-            "tokens": count_drafts(self.num_tokens, [one for _, one in self.tokens]),
+            "drafts": self.counts_of_drafts,
+            "tokens": self.counts_of_tokens,
             "differing": [
                 {"prompt": prompt, **asdict(one), "near_tie": one.near_tie}
                 for prompt, one in [*self.drafts, *self.tokens]
@@ -169,8 +183,8 @@ class Reference:
 def comparison_lines(comparison: Comparison) -> list[str]:
     """Return the counts of both sides, the differences and the verdict."""
     rows = [
-        ["drafts compared", _counted(comparison.num_compared, comparison.drafts, comparison.num_drafts)],
-        ["tokens compared with the target's", _counted(comparison.num_tokens, comparison.tokens)],
+        ["drafts, compared with replay", describe_counts(comparison.counts_of_drafts)],
+        ["tokens, compared with the target's", describe_counts(comparison.counts_of_tokens)],
     ]
     lines = [*_acceptance_rows(comparison), "", *aligned(rows, text_columns=2)]
     lines += _listed("drafts that differ", comparison.drafts)
@@ -192,13 +206,6 @@ def _acceptance_rows(comparison: Comparison) -> list[str]:
         accepted = (str(side.accepted_per_position[position]) for side in sides)
         rows.append([f"accepted at position {position + 1}", *accepted])
     return aligned(rows)
-
-
-def _counted(num_compared: int, listed: Sequence[tuple[int, Difference]], total: int | None = None) -> str:
-    counts = count_drafts(num_compared, [one for _, one in listed])
-    names = ("identical", "near_tie", "different")
-    shown = ", ".join(f"{counts[f'num_{name}']} {name.replace('_', '-')}" for name in names)
-    return f"{num_compared}{f' of {total}' if total is not None else ''}: {shown}"
 
 
 def _listed(title: str, listed: Sequence[tuple[int, Difference]]) -> list[str]:

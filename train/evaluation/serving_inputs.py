@@ -1,10 +1,10 @@
 """Inputs of check_serving and bench/serving: target, drafter and prompts; cheap checks come first."""
 
 import argparse
-import json
 import os
 import sys
 import tempfile
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 from datasets import load_from_disk
+from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from data.capture.vllm.environment import check_served, find_python
 from data.conversations.prompts import prompt_messages, render_prompt
 from data.conversations.reading import Source
 from data.target.loading import load_config
-from data.target.parts import TargetParts, load_target_parts
+from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer
 from eagle31.errors import UserError
-from eagle31.export.layouts import Layout, layout_of, read_raw_config
+from eagle31.export.layouts import read_raw_config
 from eagle31.export.published_config import read_config
-from eagle31.model.config import DrafterConfig
 from train.engines.serving import EngineSpec, draft_room
 from train.evaluation.measure import common_positions
 
@@ -48,44 +48,22 @@ def add_arguments(
     if prompts_given:
         parser.set_defaults(prompts=None, num_prompts=None)
     else:
-        parser.add_argument(
-            "--prompts",
-            type=Path,
-            metavar="FILE",
-            help="JSONL of conversations (default: held-out prompts of the export's run)",
-        )
-        parser.add_argument(
-            "--num-prompts", type=int, metavar="N", help="use the first N prompts (default: all)"
-        )
+        what = "JSONL of conversations (default: held-out prompts of the export's run)"
+        parser.add_argument("--prompts", type=Path, metavar="FILE", help=what)
+        what = "use the first N prompts (default: all)"
+        parser.add_argument("--num-prompts", type=int, metavar="N", help=what)
     if several_draft_lengths:
-        parser.add_argument(
-            "-k",
-            type=int,
-            nargs="+",
-            default=[4],
-            metavar="K",
-            help="tokens per draft, as many as are to be compared (default: 4)",
-        )
+        what = "tokens per draft, as many as are to be compared (default: 4)"
+        parser.add_argument("-k", type=int, nargs="+", default=[4], metavar="K", help=what)
     else:
         parser.add_argument("-k", type=int, default=4, help="tokens per draft (default: %(default)s)")
-    parser.add_argument(
-        "--max-new-tokens",
-        type=int,
-        default=96,
-        metavar="N",
-        help="new tokens per prompt (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="dtype of target and drafter (default: the target's)"
-    )
+    what = "new tokens per prompt (default: %(default)s)"
+    parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help=what)
+    what = "dtype of target and drafter (default: the target's)"
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help=what)
     parser.add_argument("--trust-remote-code", action="store_true")
-    parser.add_argument(
-        "--engine-args",
-        nargs="+",
-        default=[],
-        metavar="NAME=VALUE",
-        help="more arguments of vllm.LLM, such as tensor_parallel_size=8",
-    )
+    what = "more arguments of vllm.LLM, such as tensor_parallel_size=8"
+    parser.add_argument("--engine-args", nargs="+", default=[], metavar="NAME=VALUE", help=what)
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write every number to OUT")
 
 
@@ -117,18 +95,12 @@ class Inputs:
 
     export: Path
     spec: TargetSpec  # its dtype is the one that is served
-    parts: TargetParts
-    config: DrafterConfig
     prompts: Prompts
     prompts_source: str
     stop_token_ids: tuple[int, ...]
     k: int  # tokens per draft, of the longest drafts
     max_new_tokens: int
     engine_arguments: dict[str, Any]
-
-    @property
-    def dtype(self) -> str:
-        return self.spec.dtype
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -140,10 +112,6 @@ class Inputs:
     def device(self) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    @property
-    def layout(self) -> Layout:
-        return layout_of(read_raw_config(self.export))
-
     def engine(self, *, drafter: bool, **options: Any) -> EngineSpec:
         """Return the spec of an engine with or without the drafter."""
         longest = max(map(len, self.prompts)) + self.max_new_tokens
@@ -151,7 +119,7 @@ class Inputs:
             target=self.spec.checkpoint.path,
             export=self.export.absolute() if drafter else None,
             k=self.k,
-            dtype=self.dtype,
+            dtype=self.spec.dtype,
             revision=self.spec.revision,
             trust_remote_code=self.spec.trust_remote_code,
             max_model_len=longest + draft_room(self.k),
@@ -174,17 +142,12 @@ def load_inputs(arguments: argparse.Namespace) -> Inputs:
     config = read_config(read_raw_config(arguments.export), num_target_layers=parts.num_layers).config
     tokenizer = load_tokenizer(spec)
     prompts, source = find_prompts(arguments.prompts, arguments.export, tokenizer, arguments.num_prompts)
-    check_prompts(
-        prompts,
-        room=common_positions(parts, config) - draft_room(longest),
-        max_new_tokens=arguments.max_new_tokens,
-    )
+    room = common_positions(parts, config) - draft_room(longest)
+    check_prompts(prompts, room, arguments.max_new_tokens)
     ends = {*parts.eos_token_ids, tokenizer.eos_token_id} - {None}
     return Inputs(
         export=arguments.export,
         spec=spec,
-        parts=parts,
-        config=config,
         prompts=prompts,
         prompts_source=source,
         stop_token_ids=tuple(sorted(ends)),
@@ -209,21 +172,8 @@ def log_file(json_file: Path | None, name: str) -> Path:
 
 
 def parse_engine_arguments(pairs: Sequence[str]) -> dict[str, Any]:
-    """Parse pairs like `tensor_parallel_size=2 quantization=fp8`; values are JSON or else text.
-
-    Raises:
-        UserError: one has no `=`.
-    """
-    parsed: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not name:
-            raise UserError("--engine-args", pair, "Give arguments of vllm.LLM as name=value.")
-        try:
-            parsed[name] = json.loads(value)
-        except json.JSONDecodeError:
-            parsed[name] = value
-    return parsed
+    """Parse pairs like `tensor_parallel_size=2 quantization=fp8`, as OmegaConf does."""
+    return typing.cast(dict[str, Any], OmegaConf.to_object(OmegaConf.from_dotlist(list(pairs))))
 
 
 def announce(message: str) -> None:
@@ -245,13 +195,15 @@ def find_prompts(
     run = run_directory(export)
     held_out = run and newest_answers(run)
     if file is not None:
-        prompts, source = read_prompts(file, tokenizer), str(file)
+        found = Source(str(file), require_answer=False, field="--prompts").reader()
+        prompts = [render_prompt(tokenizer, prompt_messages(one), one.tools, {}) for one in found]
     elif held_out:
         rows = load_from_disk(str(held_out))
-        prompts, source = [row["input_ids"][: row["num_prompt_tokens"]] for row in rows], str(held_out)
+        prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in rows]
     else:
         remedy = "The export is not in a run's directory; give prompts with --prompts FILE."
         raise UserError("--prompts", None, remedy)
+    source = str(file or held_out)
     if not prompts:
         raise UserError("--prompts", source, "It has no prompt; give a JSONL file of conversations.")
     return prompts[:num_prompts], source
@@ -272,29 +224,10 @@ def newest_answers(run: Path) -> Path | None:
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def read_prompts(file: Path, tokenizer: PreTrainedTokenizerBase) -> Prompts:
-    """Return the prompts of a file's conversations, each up to the turn that the target writes.
-
-    Raises:
-        UserError: the file does not exist or has no conversations.
-    """
-    if not file.is_file():
-        raise UserError("--prompts", file, "No such file.")
-    found = Source(str(file), require_answer=False, field="--prompts").reader()
-    return [render_prompt(tokenizer, prompt_messages(one), one.tools, {}) for one in found]
-
-
-def check_prompts(prompts: Sequence[Sequence[int]], *, room: int, max_new_tokens: int) -> None:
-    """Raise UserError for prompts that are too long.
-
-    Args:
-        room: positions that target and drafter both have, less those that drafts need.
-    """
+def check_prompts(prompts: Prompts, room: int, max_new_tokens: int) -> None:
+    """Raise UserError for prompts that are too long for `room` positions with their completions."""
     for index, prompt in enumerate(prompts):
         if len(prompt) + max_new_tokens > room:
-            raise UserError(
-                "--prompts",
-                f"prompt {index}",
-                f"Its {len(prompt)} tokens and --max-new-tokens {max_new_tokens} are more than "
-                f"the {room} that the target and the drafter allow; leave it out or lower --max-new-tokens.",
-            )
+            remedy = f"Its {len(prompt)} tokens and --max-new-tokens {max_new_tokens} are more than {room}, "
+            remedy += "which target and drafter allow; leave it out or lower --max-new-tokens."
+            raise UserError("--prompts", f"prompt {index}", remedy)

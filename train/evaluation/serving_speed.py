@@ -62,7 +62,7 @@ def time_serving(
     return {
         "engine": f"vLLM {result['vllm_version']}",
         "device": device_name(inputs.device),
-        "dtype": inputs.dtype,
+        "dtype": inputs.spec.dtype,
         "target": inputs.spec.model,
         "export": str(inputs.export.resolve()),
         "temperature": 0,

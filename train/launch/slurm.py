@@ -14,7 +14,7 @@ from data.capture.transport.mooncake_store import address
 from eagle31.errors import UserError
 from train.config.capture import CaptureConfig, TransportKind
 from train.config.compose import CHECKOUT
-from train.config.run import RunConfig, uses_vllm
+from train.config.run import RunConfig, Stage, uses_servers
 from train.config.vllm import Placement
 from train.stop import STOPPED, STOPPED_FILE
 
@@ -176,7 +176,7 @@ def check_job(job: Job, config: RunConfig, resumes: bool) -> None:
     if not job.target_nodes:
         return
     vllm = config.vllm
-    if not uses_vllm(config):
+    if not any(uses_servers(config, stage) for stage in Stage):
         remedy = "Nothing in this run uses vLLM: set capture=vllm, capture=vllm_online, or give 0."
         raise UserError("--target-nodes", job.target_nodes, remedy)
     if vllm.servers:

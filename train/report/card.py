@@ -15,10 +15,10 @@ from eagle31.export.layouts import Layout, layout_of
 from eagle31.json_files import read_json, write_text
 from train.config.data import SELF
 from train.config.target import EMBEDDED
+from train.evaluation.agreement import describe_counts
 from train.report.results import (
     acceptance_table,
     describe_conditions,
-    describe_counts,
     describe_serving,
     position_table,
     served_length,

@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from eagle31.errors import UserError
-from train.evaluation.intervals import Interval, paired_ratio
-from train.report.results import Acceptance, acceptances, read_report, read_serving, with_interval
+from train.evaluation.intervals import Interval, length_of, paired_ratio
+from train.report.results import Acceptance, acceptances, read_report, read_serving
 from train.tables import aligned
 
 # They say where a run was, not what it did.
@@ -87,7 +87,7 @@ def _acceptance_rows(run: Run, reference: Run) -> dict[str, str]:
     for one in _greedy(run):
         other = others.get(one.temperature, {"by_draft_length": []})["by_draft_length"]
         for index, row in enumerate(one.measured["by_draft_length"]):
-            text = with_interval(row)
+            text = length_of(row).shown()
             if compared and index < len(other) and other[index]["k"] == row["k"]:
                 ratio = paired_ratio(one.measured, others[one.temperature], index)
                 text += f" [{ratio.shown('x')}]"

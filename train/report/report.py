@@ -9,7 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from eagle31.export.layouts import Layout
 from eagle31.json_files import read_jsonl, write_json, write_text
-from train.evaluation.intervals import Interval
+from train.evaluation.intervals import Interval, length_of
 from train.report.card import serve_command, target_name
 from train.report.plots import run_panels, save_png, shown_drift, svg_uri
 from train.report.results import (
@@ -19,7 +19,6 @@ from train.report.results import (
     describe_serving,
     details,
     fastest,
-    interval_of,
     read_report,
     read_serving,
     served_length,
@@ -126,7 +125,7 @@ def _headlines(evaluation: dict[str, Any], serving: dict[str, Any] | None) -> li
     trained, decoding = evaluation["trained"], evaluation["decoding"]
     for k in dict.fromkeys([evaluation["k"], trained["by_draft_length"][-1]["k"]]):
         stats = at_draft_length(trained, k)
-        scale = f"95 % interval {interval_of(stats)}, perfect {k + 1}"
+        scale = f"95 % interval {length_of(stats).bounds}, perfect {k + 1}"
         if not found and evaluation.get("untrained"):
             untrained = at_draft_length(evaluation["untrained"], k)
             scale += f", untrained {untrained['acceptance_length']:.2f}"
@@ -135,7 +134,7 @@ def _headlines(evaluation: dict[str, Any], serving: dict[str, Any] | None) -> li
         row = fastest(serving)
         speedup = Interval(**row["speedup"])
         name = f"speed-up in vLLM for {users_of(row)}, k = {row['k']}"
-        note = f"95 % interval {speedup.low:.2f} to {speedup.high:.2f}"
+        note = f"95 % interval {speedup.bounds}"
         found.append((f"{speedup.value:.2f}×", name, note))
     completions = decoding["completions"]
     rest = f"{completions['num_near_tie']} near-tie, {completions['num_different']} different"

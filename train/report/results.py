@@ -6,7 +6,8 @@ from typing import Any
 
 from eagle31.errors import UserError
 from eagle31.json_files import expecting, read_json_object
-from train.evaluation.intervals import Interval
+from train.evaluation.agreement import describe_counts
+from train.evaluation.intervals import Interval, length_of
 from train.tables import aligned
 
 # Greedy drafts are what vLLM makes by default, at any temperature; sampled drafts are those of the classic
@@ -73,24 +74,6 @@ def acceptances(evaluation: dict[str, Any]) -> list[Acceptance]:
     if evaluation.get("untrained"):
         found.append(Acceptance("untrained", GREEDY, 0.0, evaluation["untrained"]))
     return found
-
-
-def with_interval(stats: dict[str, Any]) -> str:
-    """Return an acceptance length with its 95 % interval."""
-    return f"{stats['acceptance_length']:.2f} ({interval_of(stats)})"
-
-
-def interval_of(stats: dict[str, Any]) -> str:
-    return f"{stats['low']:.2f} to {stats['high']:.2f}"
-
-
-def describe_counts(counts: dict[str, int]) -> str:
-    """Return, in words, how many prompts or drafts are identical, near-ties, different, or not compared."""
-    parts = [f"{counts['num_identical']} of {sum(counts.values())} identical"]
-    for name in ("near_tie", "different", "not_compared"):
-        if counts.get(f"num_{name}"):
-            parts.append(f"{counts[f'num_{name}']} {name.replace('_', '-' if name == 'near_tie' else ' ')}")
-    return ", ".join(parts)
 
 
 def speed_table(numbers: dict[str, Any]) -> list[list[str]]:
@@ -173,10 +156,9 @@ def acceptance_table(evaluation: dict[str, Any]) -> list[list[str]]:
     """Return a header, and a row for all that was measured at the evaluation's draft length."""
     rows = [["drafter", "drafts", "k", "temperature", "acceptance length", "95 % interval"]]
     for one in acceptances(evaluation):
-        stats = one.at(evaluation["k"])
-        length = f"{stats['acceptance_length']:.2f}"
-        name = [one.drafter, one.drafts, str(stats["k"]), f"{one.temperature:g}"]
-        rows.append([*name, length, interval_of(stats)])
+        length = length_of(one.at(evaluation["k"]))
+        name = [one.drafter, one.drafts, str(evaluation["k"]), f"{one.temperature:g}"]
+        rows.append([*name, f"{length.value:.2f}", length.bounds])
     return rows
 
 

@@ -20,10 +20,10 @@ from train.evaluation.measure import (
     Candidate,
     Conditions,
     DecodedSubset,
-    PassResults,
     candidate_of,
     decode_in_transformers,
     evaluation_json,
+    kept_pass,
 )
 from train.evaluation.replay import replay_greedily
 from train.evaluation.vllm import decode_in_vllm
@@ -71,10 +71,10 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
         temperature_of(context),
         config.seed,
     )
-    passes, decoded = PassResults(directory / "passes"), None
+    passes, decoded = directory / "passes", None
     if config.target.engine is TargetEngine.vllm:
         # Before a drafter is loaded, because vLLM takes nearly all of the GPU's memory.
-        decoded = decode_in_vllm(context, prompts, conditions, passes.directory)
+        decoded = decode_in_vllm(context, prompts, conditions, passes)
     # Float32 on the CPU, and the dtype of training on a GPU.
     dtype = torch.float32 if device.type == "cpu" else step_dtype(config)
     export = context.artifacts[Stage.export].directory / "checkpoint"
@@ -84,7 +84,7 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
         target = CompletingTarget.load(context.target.spec, parts, ids, device, batch_size)
         chosen = range(min(evaluate.decoded_prompts, len(prompts)))
         decoded, texts = decode_in_transformers(
-            target, trained, prompts, alone, chosen, conditions, passes, passes.directory
+            target, trained, prompts, alone, chosen, conditions, passes, passes
         )
         del target  # its memory is free for the replay
     else:
@@ -96,7 +96,7 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
             rows = packed(store[index] for index in samples)
             return replay_greedily(*candidate, rows, conditions.longest_draft).to_json()
 
-        return passes.run(name, compute)
+        return kept_pass(passes, name, compute)
 
     both = {"trained": replayed("trained", trained), "untrained": replayed("untrained", untrained(context))}
     dtype_name = str(parts.dtype).removeprefix("torch.")

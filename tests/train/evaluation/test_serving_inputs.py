@@ -11,7 +11,6 @@ from tests.data.conversations.chat_templates import byte_level_tokenizer
 from train.evaluation.serving_inputs import (
     check_prompts,
     find_prompts,
-    read_prompts,
     run_directory,
 )
 
@@ -21,7 +20,7 @@ TOKENIZER = byte_level_tokenizer(templates.THINKING)
 def test_conversations_end_with_the_generation_prompt(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "and"}, {"role": "assistant", "content": "six"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
-    (ids,) = read_prompts(tmp_path / "a.jsonl", TOKENIZER)
+    (ids,), _ = find_prompts(tmp_path / "a.jsonl", tmp_path, TOKENIZER, None)
     text = TOKENIZER.decode(ids)
     assert "and" in text
     assert "six" not in text
@@ -56,5 +55,5 @@ def test_prompts_that_are_too_long_are_refused(tmp_path: Path) -> None:
     check_prompts([[1] * 20], room=30, max_new_tokens=10)
     with pytest.raises(UserError, match="--prompts=prompt 1: Its 21 tokens"):
         check_prompts([[1], [1] * 21], room=30, max_new_tokens=10)
-    with pytest.raises(UserError, match="No such file"):
+    with pytest.raises(UserError, match="no such file"):
         find_prompts(tmp_path / "b.jsonl", tmp_path, TOKENIZER, None)
