@@ -37,45 +37,74 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class DraftedCompletion:
-    """One prompt's greedy completions."""
+class Agreement:
+    """What was compared of an engine's completions, and the differences, each with its prompt's index."""
 
-    token_ids: Sequence[int]
-    drafts: Sequence[PlacedDraft]  # that led to it, cut to it
-    alone: Sequence[int]  # the target's, without a drafter
+    num_drafts: int  # all that the engine made
+    num_compared: int
+    drafts: list[tuple[int, Difference]]  # at most one per draft
+    num_tokens: int  # of the completions
+    tokens: list[tuple[int, Difference]]
+
+    @property
+    def counts_of_drafts(self) -> dict[str, int]:
+        return _counted(self.num_compared, self.drafts) | {
+            "num_not_compared": self.num_drafts - self.num_compared
+        }
+
+    @property
+    def counts_of_tokens(self) -> dict[str, int]:
+        return _counted(self.num_tokens, self.tokens)
+
+    def counts_of_completions(
+        self, completions: Sequence[Sequence[int]], alone: Sequence[Sequence[int]]
+    ) -> dict[str, int]:
+        """Return how many prompts have the same completion with the drafter and without, by verdict.
+
+        At a near-tie the target's logits of the two tokens are so close that rounding decides between them.
+        """
+        verdicts = [
+            self._verdict(index, *map(list, both))
+            for index, both in enumerate(zip(completions, alone, strict=True))
+        ]
+        return {f"num_{name}": verdicts.count(name) for name in ("identical", "near_tie", "different")}
+
+    def _verdict(self, index: int, completion: list[int], alone: list[int]) -> str:
+        if completion == alone:
+            return "identical"
+        parted = common_length(completion, alone)
+        if parted in (len(completion), len(alone)):
+            return "different"
+        # No draft precedes the first token, and the state at the prompt's end may not be kept.
+        found = [one for prompt, one in self.tokens if (prompt, one.position) == (index, parted) and parted]
+        return "near_tie" if all(one.near_tie for one in found) else "different"
 
 
-Texts = Sequence[tuple[CapturedSample, DraftedCompletion]]
-
-
-def drafted_completions(served: Served, alone: Iterable[Sequence[int]]) -> list[DraftedCompletion]:
-    """Return what an engine served with the completions of the target alone."""
-    found = zip(served.completions, served.drafts_within_completions, alone, strict=True)
-    return [DraftedCompletion(*one) for one in found]
-
-
-def agreement_report(
-    drafter: Drafter, frozen: FrozenParts, texts: Texts, dtype: torch.dtype
-) -> dict[str, dict[str, int]]:
-    """Return `completions` and `replay` of evaluation.json's `decoding`, by prompts and by drafts.
+def compare_served(
+    drafter: Drafter,
+    frozen: FrozenParts,
+    samples: Iterable[tuple[int, CapturedSample]],
+    served: Served,
+    dtype: torch.dtype,
+) -> Agreement:
+    """Compare an engine's drafts and greedy completions with the trained drafter and the target.
 
     Args:
-        texts: each completion with a sample of the same prompt; see `compare_drafts`.
-        dtype: in which the engine that decoded computes.
+        samples: each prompt's index in `served`, and a sample of it; see `compare_drafts`.
+        dtype: in which the engine computes.
     """
-    verdicts = []
-    num_drafts = num_compared = 0
-    differences: list[Difference] = []
-    for sample, one in texts:
-        verdicts.append(completion_verdict(frozen, sample, one.token_ids, one.alone, dtype))
-        number, found = compare_drafts(drafter, frozen, sample, one.token_ids, one.drafts, dtype)
-        num_drafts, num_compared = num_drafts + len(one.drafts), num_compared + number
-        differences += found
-    replay = count_drafts(num_compared, differences)
-    return {
-        "completions": count_verdicts(verdicts),
-        "replay": replay | {"num_not_compared": num_drafts - num_compared},
-    }
+    num_drafts = num_compared = num_tokens = 0
+    drafts: list[tuple[int, Difference]] = []
+    tokens: list[tuple[int, Difference]] = []
+    placed = served.drafts_within_completions
+    for index, sample in samples:
+        completion, made = served.completions[index], placed[index]
+        number, found = compare_drafts(drafter, frozen, sample, completion, made, dtype)
+        num_drafts, num_compared = num_drafts + len(made), num_compared + number
+        num_tokens += len(completion)
+        drafts += [(index, one) for one in found]
+        tokens += [(index, one) for one in compare_tokens(frozen, sample, completion, dtype)]
+    return Agreement(num_drafts, num_compared, drafts, num_tokens, tokens)
 
 
 @torch.no_grad()
@@ -138,41 +167,9 @@ def compare_tokens(
     ]
 
 
-def completion_verdict(
-    frozen: FrozenParts,
-    sample: CapturedSample,
-    completion: Sequence[int],
-    alone: Sequence[int],
-    dtype: torch.dtype,
-) -> str:
-    """Return "identical", "near_tie" or "different" for completions with and without the drafter.
-
-    At a near-tie the target's logits of the two tokens are so close that rounding decides between them.
-
-    Args:
-        sample: the prompt with one of the two completions, whose states judge where they part.
-        alone: the completion without the drafter.
-        dtype: in which the target computes.
-    """
-    if list(completion) == list(alone):
-        return "identical"
-    parted = common_length(completion, alone)
-    if parted in (len(completion), len(alone)):
-        return "different"
-    if parted == 0:
-        return "near_tie"  # no draft precedes it, and the state at the prompt's end may not be kept
-    found = [one for one in compare_tokens(frozen, sample, completion, dtype) if one.position == parted]
-    return "near_tie" if all(one.near_tie for one in found) else "different"
-
-
-def count_verdicts(verdicts: Sequence[str]) -> dict[str, int]:
-    """Return the number of prompts with each verdict."""
-    return {f"num_{name}": verdicts.count(name) for name in ("identical", "near_tie", "different")}
-
-
-def count_drafts(num_compared: int, differences: Sequence[Difference]) -> dict[str, int]:
-    """Return how many of the compared drafts are identical, near-ties and different."""
-    num_near_tie = sum(one.near_tie for one in differences)
+def _counted(num_compared: int, differences: Sequence[tuple[int, Difference]]) -> dict[str, int]:
+    """Return how many of the compared are identical, near-ties and different."""
+    num_near_tie = sum(one.near_tie for _, one in differences)
     return {
         "num_identical": num_compared - len(differences),
         "num_near_tie": num_near_tie,

@@ -177,12 +177,12 @@ def _pooled(
     trained = replace(trained, strata=tuple(len(cell.prompts) for cell in cells))
     chosen = of_all_sources(sources)[:num_decoded]
     with tempfile.TemporaryDirectory() as directory:
-        decoded, texts = decode_in_transformers(
+        decoded, samples = decode_in_transformers(
             target, candidate, prompts, alone, chosen, conditions, Path(directory), output, sources
         )
     both = {"trained": trained.to_json(), "untrained": None}
     states = "the states of the same target"
-    return evaluation_json(conditions, candidate, len(prompts), both, decoded, texts, states)
+    return evaluation_json(conditions, candidate, len(prompts), both, decoded, samples, alone, states)
 
 
 def of_all_sources(sources: Sequence[str]) -> list[int]:

@@ -18,7 +18,6 @@ from data.target.modules import locate
 from data.target.parts import TargetParts
 from data.target.spec import TargetSpec
 from eagle31.training.batch import PackedBatch
-from train.evaluation.agreement import DraftedCompletion, Texts
 
 _ROW_TOKENS = 2048
 
@@ -74,12 +73,6 @@ class CompletingTarget:
             for input_ids, (prompt, _), (aux, final) in zip(ids, batch, states, strict=True):
                 loss_mask = torch.arange(len(input_ids)) >= len(prompt)
                 yield CapturedSample(input_ids, loss_mask, aux.cpu(), final.cpu())
-
-    def texts(self, prompts: Sequence[Sequence[int]], completions: Sequence[DraftedCompletion]) -> Texts:
-        """Return each completion of at least two tokens with the sample of its prompt and itself."""
-        token_ids = [one.token_ids for one in completions]
-        kept = [one for one in completions if len(one.token_ids) > 1]
-        return list(zip(self.samples(prompts, token_ids), kept, strict=True))
 
 
 def packed(samples: Iterable[CapturedSample]) -> Iterator[PackedBatch]:

@@ -1,7 +1,7 @@
 """One evaluation of a drafter, for the evaluate stage and scripts/evaluate."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from data.progress import tracked
+from data.samples import CapturedSample
 from data.sampling import Sampling
 from data.target.head import TargetHead
 from data.target.parts import TargetParts
@@ -19,11 +20,12 @@ from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from train.engines.serving import Served, acceptance, placed_drafts
-from train.evaluation.agreement import Texts, agreement_report, drafted_completions
+from train.evaluation.agreement import compare_served
 from train.evaluation.completing import CompletingTarget, packed
 from train.evaluation.replay import MAX_DRAFT_TOKENS, sampling_report
 
 Candidate = tuple[Drafter, FrozenParts]
+Samples = Iterable[tuple[int, CapturedSample]]  # the prompt's place among those that were decoded
 
 
 def candidate_of(
@@ -88,7 +90,7 @@ def decode_in_transformers(
     passes: Path,
     output: Path,
     sources: Sequence[str] = (),
-) -> tuple[DecodedSubset, Texts]:
+) -> tuple[DecodedSubset, Samples]:
     """Decode the chosen prompts with eagle31's decoder, and replay sampled completions of all prompts.
 
     Args:
@@ -121,9 +123,9 @@ def decode_in_transformers(
     sampled = kept_pass(passes, "sampling", sample)["sampling"] if conditions.temperature else None
     dtype = target.capture.dtype
     engine = f"eagle31 (transformers, {str(dtype).removeprefix('torch.')}, {decoder.device.type})"
-    completions = drafted_completions(served, [alone[index] for index in chosen])
-    texts = target.texts([prompts[index] for index in chosen], completions)
-    return DecodedSubset(engine, chosen, served, sampled, dtype), texts
+    places = [place for place, completion in enumerate(served.completions) if len(completion) > 1]
+    samples = target.samples([prompts[index] for index in chosen], served.completions)
+    return DecodedSubset(engine, chosen, served, sampled, dtype), list(zip(places, samples, strict=True))
 
 
 def evaluation_json(
@@ -132,17 +134,21 @@ def evaluation_json(
     num_prompts: int,
     replayed: Mapping[str, dict[str, Any] | None],
     decoded: DecodedSubset,
-    texts: Texts,
+    samples: Samples,
+    alone: Sequence[Sequence[int]],
     states: str,
 ) -> dict[str, Any]:
     """Return the content of evaluation.json.
 
     Args:
         replayed: acceptance by drafter, "trained" and "untrained".
-        texts: the decoded completions with samples of their prompts; see `agreement_report`.
+        samples: of the decoded prompts; see `compare_served`.
+        alone: the target's greedy completions of all prompts.
         states: how the states that were replayed were captured, for messages.
     """
     k, served = conditions.draft_tokens, decoded.served
+    agreement = compare_served(*candidate, samples, served, decoded.dtype)
+    without = [alone[index] for index in decoded.indices]
     return {
         "k": k,
         "max_new_tokens": conditions.max_new_tokens,
@@ -155,7 +161,8 @@ def evaluation_json(
             "num_prompts": len(served.completions),
             **acceptance(k, served.drafts, served.completions).to_json(),
             "num_tokens": sum(map(len, served.completions)),
-            **agreement_report(*candidate, texts, decoded.dtype),
+            "completions": agreement.counts_of_completions(served.completions, without),
+            "replay": agreement.counts_of_drafts,
         },
     }
 

@@ -12,13 +12,7 @@ from data.target.spec import TargetSpec
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.export.read import LoadedExport
 from train.engines.serving import Served, acceptance
-from train.evaluation.agreement import (
-    Difference,
-    compare_drafts,
-    compare_tokens,
-    count_drafts,
-    describe_counts,
-)
+from train.evaluation.agreement import Agreement, Difference, compare_served, describe_counts
 from train.evaluation.completing import CompletingTarget, packed
 from train.evaluation.intervals import over_prompts
 from train.evaluation.measure import Candidate, candidate_of
@@ -42,11 +36,7 @@ class Comparison:
     k: int
     # Of each prompt: the trained drafter's statistics on vLLM's completion, and vLLM's.
     by_prompt: Sequence[tuple[AcceptanceStats, AcceptanceStats]]
-    num_drafts: int  # all that vLLM made
-    num_compared: int
-    drafts: list[tuple[int, Difference]]  # with the prompt's index; at most one per draft
-    num_tokens: int
-    tokens: list[tuple[int, Difference]]  # of the completions
+    agreement: Agreement
     dtype: torch.dtype  # in which vLLM computes
     quantized: bool = False  # whether the target is: then only acceptance is judged
 
@@ -59,18 +49,10 @@ class Comparison:
         return sum((theirs for _, theirs in self.by_prompt), AcceptanceStats.from_lengths(self.k, []))
 
     @property
-    def counts_of_drafts(self) -> dict[str, int]:
-        counts = count_drafts(self.num_compared, [one for _, one in self.drafts])
-        return counts | {"num_not_compared": self.num_drafts - self.num_compared}
-
-    @property
-    def counts_of_tokens(self) -> dict[str, int]:
-        return count_drafts(self.num_tokens, [one for _, one in self.tokens])
-
-    @property
     def failures(self) -> list[str]:
         """The reasons why vLLM does not serve what was trained; empty if it does."""
-        if not self.num_compared:
+        agreement = self.agreement
+        if not agreement.num_compared:
             return ["vLLM drafted nothing"]
         found = []
         if self.quantized:
@@ -78,8 +60,8 @@ class Comparison:
             found = [f"acceptance lengths differ by {gap:.1%}"] if gap > TOLERANCE else []
             return found + self._positions_that_differ()
         for what, total, counts in (
-            ("drafts", self.num_compared, self.counts_of_drafts),
-            ("tokens of the completions", self.num_tokens, self.counts_of_tokens),
+            ("drafts", agreement.num_compared, agreement.counts_of_drafts),
+            ("tokens of the completions", agreement.num_tokens, agreement.counts_of_tokens),
         ):
             allowed = max(1, int(NEAR_TIES[self.dtype] * total))
             if counts["num_different"]:
@@ -111,12 +93,12 @@ class Comparison:
             "failures": self.failures,
             "replay": self.replayed.to_json(),
             "vllm": self.vllm.to_json(),
-            "num_drafts": self.num_drafts,
-            "drafts": self.counts_of_drafts,
-            "tokens": self.counts_of_tokens,
+            "num_drafts": self.agreement.num_drafts,
+            "drafts": self.agreement.counts_of_drafts,
+            "tokens": self.agreement.counts_of_tokens,
             "differing": [
                 {"prompt": prompt, **asdict(one), "near_tie": one.near_tie}
-                for prompt, one in [*self.drafts, *self.tokens]
+                for prompt, one in [*self.agreement.drafts, *self.agreement.tokens]
             ],
         }
 
@@ -152,29 +134,18 @@ class Reference:
             k: the number of tokens per draft.
             dtype: in which vLLM computes.
         """
-        theirs = served.drafts_within_completions
         # Shorter completions have no draft.
         kept = [index for index, completion in enumerate(served.completions) if len(completion) > 1]
-        samples = self.target.samples([prompts[i] for i in kept], [served.completions[i] for i in kept])
+        completions = [served.completions[index] for index in kept]
+        samples = self.target.samples([prompts[index] for index in kept], completions)
         captured = list(tracked(samples, "reference", "prompts", total=len(kept)))
-        num_compared, drafts, tokens = 0, [], []
-        for index, sample in zip(kept, captured, strict=True):
-            completion = served.completions[index]
-            number, found = compare_drafts(*self.candidate, sample, completion, theirs[index], dtype)
-            num_compared += number
-            drafts += [(index, one) for one in found]
-            written = compare_tokens(self.candidate[1], sample, completion, dtype)
-            tokens += [(index, one) for one in written]
         ours = replay_greedily(*self.candidate, packed(captured), k).by_prompt
-        of_vllm = [acceptance(k, [theirs[index]], [served.completions[index]]) for index in kept]
+        drafts = served.drafts_within_completions
+        theirs = [acceptance(k, [drafts[index]], [served.completions[index]]) for index in kept]
         return Comparison(
             k=k,
-            by_prompt=[(lengths[k - 1], one) for lengths, one in zip(ours, of_vllm, strict=True)],
-            num_drafts=sum(map(len, theirs)),
-            num_compared=num_compared,
-            drafts=drafts,
-            num_tokens=sum(len(served.completions[index]) for index in kept),
-            tokens=tokens,
+            by_prompt=[(lengths[k - 1], one) for lengths, one in zip(ours, theirs, strict=True)],
+            agreement=compare_served(*self.candidate, zip(kept, captured, strict=True), served, dtype),
             dtype=dtype,
             quantized=self.quantized,
         )
@@ -183,12 +154,12 @@ class Reference:
 def comparison_lines(comparison: Comparison) -> list[str]:
     """Return the counts of both sides, the differences and the verdict."""
     rows = [
-        ["drafts, compared with replay", describe_counts(comparison.counts_of_drafts)],
-        ["tokens, compared with the target's", describe_counts(comparison.counts_of_tokens)],
+        ["drafts, compared with replay", describe_counts(comparison.agreement.counts_of_drafts)],
+        ["tokens, compared with the target's", describe_counts(comparison.agreement.counts_of_tokens)],
     ]
     lines = [*_acceptance_rows(comparison), "", *aligned(rows, text_columns=2)]
-    lines += _listed("drafts that differ", comparison.drafts)
-    lines += _listed("tokens that differ", comparison.tokens)
+    lines += _listed("drafts that differ", comparison.agreement.drafts)
+    lines += _listed("tokens that differ", comparison.agreement.tokens)
     lines += ["", _verdict(comparison)]
     if not comparison.replayed.num_accepted:
         lines.append("note: no drafted token was accepted, so this shows little; train the drafter first.")

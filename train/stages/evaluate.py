@@ -1,7 +1,6 @@
 """The evaluate stage: acceptance by replay of all test prompts, and decoding of a few. Rank 0 runs it."""
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ from eagle31.json_files import write_json
 from train.config.run import Stage
 from train.config.target import TargetEngine
 from train.context import RunContext
-from train.evaluation.agreement import Texts, drafted_completions
 from train.evaluation.completing import CompletingTarget, packed
 from train.evaluation.measure import (
     Candidate,
     Conditions,
     DecodedSubset,
+    Samples,
     candidate_of,
     decode_in_transformers,
     evaluation_json,
@@ -83,12 +82,12 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
         batch_size, ids = config.data.regenerate.batch_size, context.drafter.aux_layer_ids
         target = CompletingTarget.load(context.target.spec, parts, ids, device, batch_size)
         chosen = range(min(evaluate.decoded_prompts, len(prompts)))
-        decoded, texts = decode_in_transformers(
+        decoded, decoded_samples = decode_in_transformers(
             target, trained, prompts, alone, chosen, conditions, passes, passes
         )
         del target  # its memory is free for the replay
     else:
-        texts = stored_texts(store, decoded, alone)
+        decoded_samples = stored_samples(store, decoded)
 
     def replayed(name: str, candidate: Candidate) -> dict[str, Any]:
         def compute() -> dict[str, Any]:
@@ -101,7 +100,9 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     both = {"trained": replayed("trained", trained), "untrained": replayed("untrained", untrained(context))}
     dtype_name = str(parts.dtype).removeprefix("torch.")
     states = f"exact states ({dtype_name}) of capture.source={config.capture.source.value}"
-    evaluation = evaluation_json(conditions, trained, len(store), both, decoded, texts, states)
+    evaluation = evaluation_json(
+        conditions, trained, len(store), both, decoded, decoded_samples, alone, states
+    )
     write_json(directory / "evaluation.json", evaluation)
     for warning in warnings_of(evaluation):
         print(f"WARNING: {warning}", file=sys.stderr, flush=True)
@@ -118,15 +119,12 @@ def temperature_of(context: RunContext) -> float:
     return float(context.target.parts.sampling["temperature"])
 
 
-def stored_texts(store: HiddenStateStore, decoded: DecodedSubset, alone: Sequence[Sequence[int]]) -> Texts:
-    """Return each completion with the stored sample of its prompt, which the target has completed alone."""
+def stored_samples(store: HiddenStateStore, decoded: DecodedSubset) -> Samples:
+    """Yield the decoded prompts that the target has completed alone, with that completion's states."""
     position = {sample_id: index for index, sample_id in enumerate(store.sample_ids.tolist())}
-    completions = drafted_completions(decoded.served, [alone[index] for index in decoded.indices])
-    return [
-        (store[position[index]], one)
-        for index, one in zip(decoded.indices, completions, strict=True)
-        if index in position
-    ]
+    for place, index in enumerate(decoded.indices):
+        if index in position:
+            yield place, store[position[index]]
 
 
 def untrained(context: RunContext) -> Candidate:

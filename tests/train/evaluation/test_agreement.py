@@ -11,14 +11,12 @@ from eagle31.decoding.speculative import ChainDrafter
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
-from train.engines.serving import PlacedDraft
+from train.engines.serving import PlacedDraft, Served
 from train.evaluation.agreement import (
     Difference,
-    DraftedCompletion,
-    agreement_report,
     compare_drafts,
+    compare_served,
     compare_tokens,
-    completion_verdict,
 )
 
 NUM_PROMPT_TOKENS, NUM_TOKENS, K = 6, 40, 3
@@ -48,6 +46,12 @@ class Case:
             self.drafts if drafts is None else drafts,
             torch.float32,
         )
+
+    def verdict(self, completion: list[int], alone: list[int]) -> str:
+        served = Served([completion], [[]])
+        found = compare_served(self.drafter, self.frozen, [(0, self.sample)], served, torch.float32)
+        counts = found.counts_of_completions([completion], [alone])
+        return next(name.removeprefix("num_") for name, number in counts.items() if number)
 
     def with_draft(self, index: int, draft: PlacedDraft) -> tuple[PlacedDraft, ...]:
         return (*self.drafts[:index], draft, *self.drafts[index + 1 :])
@@ -176,29 +180,27 @@ def test_written_tokens_are_judged_by_the_targets_logits(case: Case) -> None:
     (found,) = compare_tokens(case.frozen, case.sample, completion, torch.float32)
     assert (found.what, found.position, found.expected) == ("written", position, [int(order[0])])
     assert not found.near_tie
-    verdict = completion_verdict(case.frozen, case.sample, completion, case.completion, torch.float32)
-    assert verdict == "different"
+    assert case.verdict(completion, case.completion) == "different"
     weight = head.weight  # type: ignore[attr-defined]
     weight[order[1]] = weight[order[0]] * (1 - 1e-6)
-    verdict = completion_verdict(case.frozen, case.sample, completion, case.completion, torch.float32)
-    assert verdict == "near_tie"
+    assert case.verdict(completion, case.completion) == "near_tie"
 
 
 def test_completions_of_other_lengths_are_different(case: Case) -> None:
     shorter = case.completion[:-1]
     for one, other in ((shorter, case.completion), (case.completion, shorter)):
-        assert completion_verdict(case.frozen, case.sample, one, other, torch.float32) == "different"
+        assert case.verdict(one, other) == "different"
 
 
 def test_the_report_counts_prompts_and_drafts(case: Case) -> None:
     parted = [*case.completion[:-8], case.completion[-8] + 1]
     kept = tuple(one for one in case.drafts if one.position <= len(parted) - 1)
     last = replace(kept[-1], num_accepted=min(kept[-1].num_accepted, len(parted) - 1 - kept[-1].position))
-    texts = [
-        (case.sample, DraftedCompletion(case.completion, case.drafts, case.completion)),
-        (case.sample, DraftedCompletion(parted, (*kept[:-1], last), case.completion)),
-    ]
-    report = agreement_report(case.drafter, case.frozen, texts, torch.float32)
-    assert report["completions"] == {"num_identical": 1, "num_near_tie": 0, "num_different": 1}
-    assert report["replay"]["num_identical"] == len(case.drafts) + len(kept)
-    assert report["replay"]["num_not_compared"] == 0
+    served = Served([case.completion, parted], [list(case.drafts), [*kept[:-1], last]])
+    samples = [(0, case.sample), (1, case.sample)]
+    found = compare_served(case.drafter, case.frozen, samples, served, torch.float32)
+    completions = found.counts_of_completions(served.completions, [case.completion] * 2)
+    assert completions == {"num_identical": 1, "num_near_tie": 0, "num_different": 1}
+    assert found.counts_of_drafts["num_identical"] == len(case.drafts) + len(kept)
+    assert found.counts_of_drafts["num_not_compared"] == 0
+    assert found.counts_of_tokens["num_different"] == 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle31.decoding.acceptance import AcceptanceStats
-from train.evaluation.agreement import Difference
+from train.evaluation.agreement import Agreement, Difference
 from train.evaluation.parity import Comparison, comparison_lines
 
 NUM_PROMPTS = 8
@@ -24,11 +24,13 @@ def comparison(
     return Comparison(
         k=4,
         by_prompt=[(STATS, STATS)] * NUM_PROMPTS,
-        num_drafts=num_compared,
-        num_compared=num_compared,
-        drafts=[(0, one) for one in drafts],
-        num_tokens=800,
-        tokens=[(0, one) for one in tokens],
+        agreement=Agreement(
+            num_drafts=num_compared,
+            num_compared=num_compared,
+            drafts=[(0, one) for one in drafts],
+            num_tokens=800,
+            tokens=[(0, one) for one in tokens],
+        ),
         dtype=dtype,
     )
 
@@ -67,7 +69,7 @@ def test_of_a_quantized_target_the_acceptance_lengths_are_judged() -> None:
     [first, second] = replace(drafts, by_prompt=[(STATS, shorter)] * NUM_PROMPTS).failures
     assert first == "acceptance lengths differ by 5.4%"
     assert second.startswith("acceptance at position 1 is 0.80x")
-    assert replace(drafts, num_compared=0).failures == ["vLLM drafted nothing"]
+    assert replace(comparison([], [], num_compared=0), quantized=True).failures == ["vLLM drafted nothing"]
 
 
 def test_of_a_quantized_target_acceptance_at_each_position_is_judged_by_prompt() -> None:

@@ -87,9 +87,10 @@ LONG = pytest.mark.full("the long matrix")
 )
 def test_vllm_drafts_what_the_trained_drafter_drafts(name: str, runner: str, engines: EngineResults) -> None:
     comparison = compare(engines, name, runner)
-    listed = "\n".join(f"prompt {prompt}, {one}" for prompt, one in [*comparison.drafts, *comparison.tokens])
+    agreement = comparison.agreement
+    listed = "\n".join(f"prompt {prompt}, {one}" for prompt, one in [*agreement.drafts, *agreement.tokens])
     assert comparison.passed, f"{comparison.failures}\n{listed}"
-    assert comparison.num_compared >= MIN_DRAFTS[runner]
+    assert comparison.agreement.num_compared >= MIN_DRAFTS[runner]
     # An untrained drafter is right by accident only, and agreeing on nothing shows nothing.
     assert comparison.vllm.acceptance_length > 1.1, "not trained"
 
@@ -101,6 +102,6 @@ def test_what_others_publish_is_read_as_vllm_reads_it(
 ) -> None:
     comparison = engines.compare(f"published {name}", name, published[name])
     assert comparison.passed, comparison.failures
-    assert comparison.num_compared >= MIN_DRAFTS["V1"]
+    assert comparison.agreement.num_compared >= MIN_DRAFTS["V1"]
     # The weights are the same: whoever reads them, they draft as they were trained.
     assert comparison.vllm == compare(engines, name).vllm

@@ -89,7 +89,7 @@ def test_vllm_drafts_and_writes_what_was_trained(small_target: EmbeddedTarget, i
     reference = Reference.load(loaded, parts, spec, CPU)
     comparison = reference.compare(job.prompts, served, job.engine.k, torch.float32)
     assert comparison.failures == []
-    assert comparison.num_compared == comparison.num_drafts > 20
+    assert comparison.agreement.num_compared == comparison.agreement.num_drafts > 20
     assert comparison.replayed == comparison.vllm
     assert comparison.vllm.num_accepted > 10
 
