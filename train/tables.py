@@ -24,6 +24,10 @@ def aligned(rows: Sequence[Sequence[str]], text_columns: int = 1) -> list[str]:
     return [line.rstrip() for line in table.splitlines()]
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number > 1 else ''}"
+
+
 def rounded(count: float, digits: int) -> str:
     """Format a count with `digits` significant digits in thousands (K), millions (M) or billions (B)."""
     for factor, unit in ((1e9, "B"), (1e6, "M")):

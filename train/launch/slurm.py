@@ -161,15 +161,12 @@ def check_job(job: Job, config: RunConfig, resumes: bool) -> None:
     Raises:
         UserError: names the option or the setting.
     """
-    if job.nodes < 1:
-        raise UserError("--nodes", job.nodes, "It must be at least 1.")
-    if job.gpus_per_node < 0:
-        raise UserError("--gpus-per-node", job.gpus_per_node, "Give 0 for a run on CPUs, or more.")
+    for name, least in (("nodes", 1), ("servers_per_node", 1), ("gpus_per_node", 0)):
+        if (given := getattr(job, name)) < least:
+            raise UserError(f"--{name.replace('_', '-')}", given, f"It must be at least {least}.")
     if not 0 <= job.target_nodes < job.nodes:
         remedy = f"It must be less than --nodes ({job.nodes}): a node must be left to train on."
         raise UserError("--target-nodes", job.target_nodes, remedy)
-    if job.servers_per_node < 1:
-        raise UserError("--servers-per-node", job.servers_per_node, "It must be at least 1.")
     if not resumes:
         size = job.num_trainers * job.num_processes
         check_divisible(config.train.rows_per_step, size, config.train.row_ranks)

@@ -8,13 +8,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from data.addresses import is_loopback, is_url
-from data.cache import cache_directory
 from data.capture.torchspec.engines import check_installed
 from data.capture.transport.mooncake_store import check_joinable, check_master
 from data.capture.vllm.environment import check_mooncake, check_served, find_python
 from data.conversations.files import is_file
-from data.embedded.corpus import standard_library
-from data.embedded.target import TargetSettings, fingerprint
 from data.target.checkpoint import is_hub_id
 from data.target.loading import check_attention
 from data.target.spec import TargetSpec
@@ -46,8 +43,6 @@ def check_start(config: RunConfig) -> None:
     check_writable("output_dir", Path(config.output_dir))
     if config.capture.spool_dir is not None:
         check_writable("capture.spool_dir", Path(config.capture.spool_dir))
-    if _lacks_embedded(config):
-        check_writable("EAGLE31_CACHE", cache_directory())
 
 
 def check_named(config: RunConfig) -> None:
@@ -180,11 +175,3 @@ def check_here(field: str, source: str) -> bool:
     if field == "capture.store" and not there:
         raise UserError(field, source, "Give a finished store, or null to capture.")
     return there or is_file(source, field)
-
-
-def _lacks_embedded(config: RunConfig) -> bool:
-    """Whether the run trains the embedded target first, because it uses it and the cache does not have it."""
-    used = EMBEDDED in (config.target.model, config.data.train, config.data.eval)
-    used = used or any(one.source == EMBEDDED for one in config.data.sources.values())
-    made = cache_directory() / EMBEDDED / fingerprint(standard_library(), TargetSettings())
-    return used and not made.is_dir()

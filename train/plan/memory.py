@@ -44,9 +44,6 @@ class TrainerSettings:
         """Whether DeepSpeed's bf16 optimizer holds all gradients in one float32 tensor, without buckets."""
         return self.bf16 and self.zero_stage == 1 and not self.offload_optimizer
 
-    def __post_init__(self) -> None:
-        assert self.world_size >= 1
-
 
 @dataclass(frozen=True)
 class TrainerMemory:

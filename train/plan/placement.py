@@ -19,6 +19,7 @@ from train.plan.cluster import Cluster
 from train.plan.memory import USABLE_FRACTION
 from train.plan.sizes import RunSizes
 from train.plan.target import ALONE_FRACTION, Parallelism, ServerMemory
+from train.tables import counted
 
 # Fraction of a GPU for the target's weights in transformers; a few sequences' keys and values take the rest.
 TARGET_FRACTION = 0.85
@@ -124,7 +125,7 @@ def _in_torchspec(sizes: RunSizes, cluster: Cluster) -> TargetPlacement:
             f"fewer (--nproc-per-node of torchrun), or start Ray on other nodes and set {RAY_ADDRESS}."
         )
         raise UserError("torchspec.gpus_per_engine", gpus, remedy)
-    counts = f"{_counted(engines, 'engine')} of {_counted(gpus, 'GPU')}"
+    counts = f"{counted(engines, 'engine')} of {counted(gpus, 'GPU')}"
     where = f"TorchSpec, {counts} ({sizes.config.torchspec.engine.value}) in Ray"
     return TargetPlacement(Placement.apart, engines, gpus, sizes.target.checkpoint_bytes // gpus, where)
 
@@ -144,7 +145,6 @@ def _in_servers(sizes: RunSizes, cluster: Cluster, *, writing: bool = False) -> 
             `vllm.placement=auto` has them share all GPUs.
     """
     config, vllm = sizes.config, sizes.config.vllm
-    _check_heads(sizes)
     _check_evaluation(config, cluster)
     if vllm.servers or cluster.target_nodes:
         return _apart(sizes, cluster)
@@ -174,10 +174,10 @@ def _apart(sizes: RunSizes, cluster: Cluster) -> TargetPlacement:
                 remedy = "Other nodes of this run cannot reach a loopback address; give the node's address."
                 raise UserError("vllm.servers", url, remedy)
         number, gpus = len(vllm.servers), parallel.gpus
-        where = f"{_counted(number, 'server')} named in vllm.servers, taken to have {gpus} GPUs each"
+        where = f"{counted(number, 'server')} named in vllm.servers, taken to have {gpus} GPUs each"
         return _servers(sizes, Placement.apart, number, parallel, where)
     if cluster.gpus_per_node == 0:
-        where = f"{_counted(cluster.target_nodes, 'server')} on the CPU"
+        where = f"{counted(cluster.target_nodes, 'server')} on the CPU"
         return _servers(sizes, Placement.apart, cluster.target_nodes, parallel, where)
     _check_gpus(config, parallel, cluster.gpus_per_node, "on a node")
     _check_alone(sizes, cluster, parallel, _given_utilization(config) or ALONE_FRACTION)
@@ -188,7 +188,7 @@ def _apart(sizes: RunSizes, cluster: Cluster) -> TargetPlacement:
 def _on_cpu(sizes: RunSizes, cluster: Cluster) -> TargetPlacement:
     if sizes.config.vllm.placement is Placement.split:
         raise UserError("vllm.placement", "split", "There is no GPU to divide. Set vllm.placement=auto.")
-    where = f"{_counted(cluster.num_nodes, 'server')} on the CPU"
+    where = f"{counted(cluster.num_nodes, 'server')} on the CPU"
     parallel = Parallelism.of(sizes.config.vllm.engine_args)
     return _servers(sizes, Placement.shared, cluster.num_nodes, parallel, where)
 
@@ -279,15 +279,6 @@ def _check_gpus(config: RunConfig, parallel: Parallelism, gpus: int, of_what: st
         raise UserError(f"vllm.engine_args.{name}", config.vllm.engine_args.get(name), remedy)
 
 
-def _check_heads(sizes: RunSizes) -> None:
-    """Check that vLLM can divide the target among the GPUs of an engine."""
-    tensor = Parallelism.of(sizes.config.vllm.engine_args).tensor
-    heads = sizes.target_config.get_text_config().num_attention_heads
-    if heads % tensor:
-        remedy = f"It must divide the target's {heads} attention heads, which these GPUs share equally."
-        raise UserError("vllm.engine_args.tensor_parallel_size", tensor, remedy)
-
-
 def _check_evaluation(config: RunConfig, cluster: Cluster) -> None:
     """Check that the evaluate stage, which runs the target on the first node that trains, has GPUs for it."""
     if config.target.engine is not TargetEngine.vllm or Stage.evaluate not in config.stages:
@@ -316,7 +307,7 @@ def _on_gpus(
     first: int = 0,
 ) -> TargetPlacement:
     """Return servers on GPUs; those that the run itself starts have a fraction of each, from the first on."""
-    where = f"{_counted(number, 'server')} of {_counted(parallel.gpus, 'GPU')}, {_WHERE[kind]}"
+    where = f"{counted(number, 'server')} of {counted(parallel.gpus, 'GPU')}, {_WHERE[kind]}"
     if fraction is None:
         return _servers(sizes, kind, number, parallel, where)
     engine_args: dict[str, Any] = {"gpu_memory_utilization": fraction}
@@ -333,7 +324,3 @@ def _servers(
 ) -> TargetPlacement:
     server = sizes.server(parallel)
     return TargetPlacement(kind, number, parallel.gpus, server.weights, f"vLLM, {where}", server)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number > 1 else ''}"

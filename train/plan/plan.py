@@ -140,7 +140,7 @@ def run_way(sizes: RunSizes, work: Work, cluster: Cluster, given: Sequence[str] 
     """Return what the run takes on these nodes, with its commands if the user's arguments are given."""
     config = sizes.config
     memory = sizes.trainer(cluster.num_ranks, "cuda" if cluster.gpus_per_node else "cpu")
-    target, servers, hours, refusal = None, None, None, _rows_refusal(config, cluster)
+    target = servers = hours = refusal = None
     try:
         target, writers = place_target(sizes, cluster), place_target(sizes, cluster, writing=True)
         servers = next((one for one in (target, writers) if one.server is not None), None)
@@ -152,6 +152,7 @@ def run_way(sizes: RunSizes, work: Work, cluster: Cluster, given: Sequence[str] 
             at_once=config.capture.mode is CaptureMode.online and target.kind is not Placement.shared,
         )
         hours = run_hours(config, work, gpus)
+        check_divisible(config.train.rows_per_step, cluster.num_ranks, config.train.row_ranks)
     except UserError as error:
         refusal = str(error)
     shortages = list(_shortages(config, cluster, memory, target))
@@ -185,14 +186,6 @@ def check_gpu_memory(config: RunConfig, cluster: Cluster, stages: Collection[Sta
         least = shortage.needed_bytes * (1 - TOLERANCE) if trains else shortage.needed_bytes
         if (Stage.train if trains else Stage.capture) in stages and least > cluster.gpu_bytes:
             raise UserError(shortage.field, shortage.value, f"By the plan's estimate, {shortage}")
-
-
-def _rows_refusal(config: RunConfig, cluster: Cluster) -> str | None:
-    try:
-        check_divisible(config.train.rows_per_step, cluster.num_ranks, config.train.row_ranks)
-    except UserError as error:
-        return str(error)
-    return None
 
 
 def _shortages(

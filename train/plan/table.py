@@ -2,7 +2,7 @@
 
 from train.plan.plan import Plan, Way
 from train.plan.work import Hours, Work
-from train.tables import aligned, gigabytes, rounded
+from train.tables import aligned, counted, gigabytes, rounded
 
 _Line = tuple[str, str]
 
@@ -30,9 +30,8 @@ def _ways(ways: list[Way]) -> list[str]:
     """Return the ways to run, with commands or the reason why they cannot work."""
     lines = []
     for way in ways:
-        nodes = f"{way.num_nodes} node{'s' if way.num_nodes > 1 else ''}"
         gpus = way.cluster.gpus_per_node
-        lines += ["", f"  {nodes}" + (f" of {gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "")]
+        lines += ["", f"  {counted(way.num_nodes, 'node')}" + (f" of {counted(gpus, 'GPU')}" if gpus else "")]
         if not way.works:
             reasons = [way.refusal] if way.refusal else map(str, way.shortages)
             lines += [f"    cannot:   {reason}" for reason in reasons]

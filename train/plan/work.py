@@ -111,7 +111,15 @@ def run_work(sizes: RunSizes, summary: Mapping[str, Any]) -> Work:
     if steps is None and tokens is not None:
         steps = max(1, tokens * train.num_epochs // row_tokens)
     trained = None if steps is None else steps * row_tokens
-    flops = _row_flops(sizes, samples)
+    counts = typical_counts(
+        train.row_tokens,
+        train.ttt_steps,
+        samples.document,
+        samples.fraction,
+        sizes.drafter,
+        train.max_drafts_per_row,
+    )
+    flops = step_flops(sizes.drafter, counts, config.drafter.train_lm_head)
     captured = trained if config.capture.mode is CaptureMode.online else tokens
     if config.capture.store is not None:
         captured = 0
@@ -225,19 +233,6 @@ def _completions(sizes: RunSizes, samples: _Samples, token_flops: float) -> Comp
         read_bytes=round(steps * sizes.target.checkpoint_bytes + written * cached),
         overhead_seconds=steps * layers * _LAYER_SECONDS,
     )
-
-
-def _row_flops(sizes: RunSizes, samples: _Samples) -> StepFlops:
-    config, drafter = sizes.config, sizes.drafter
-    counts = typical_counts(
-        config.train.row_tokens,
-        config.train.ttt_steps,
-        samples.document,
-        samples.fraction,
-        drafter,
-        config.train.max_drafts_per_row,
-    )
-    return step_flops(drafter, counts, config.drafter.train_lm_head)
 
 
 def _store_bytes(sizes: RunSizes, samples: _Samples) -> int | None:

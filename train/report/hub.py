@@ -14,7 +14,7 @@ from eagle31.errors import UserError
 from eagle31.export.read import check_weights
 from eagle31.json_files import read_json
 from train.report.card import CARD, model_card, public_name
-from train.report.results import at_draft_length, read_report, read_serving
+from train.report.results import headline, read_report, read_serving
 
 TOKEN = "HF_TOKEN"
 
@@ -80,11 +80,7 @@ def _without_paths(config: dict[str, Any], base_model: str | None) -> dict[str, 
 
 def commit_message(output_dir: Path) -> str:
     """Return the commit message, which has the acceptance length."""
-    evaluation = read_report(output_dir)["evaluation"]
-    if not evaluation:
-        return "A drafter that was not evaluated"
-    stats = at_draft_length(evaluation["trained"], evaluation["k"])
-    return f"Acceptance length {stats['acceptance_length']:.2f} at k = {stats['k']}, temperature 0"
+    return headline(read_report(output_dir)["evaluation"]) or "A drafter that was not evaluated"
 
 
 def push(files: dict[str, Path | bytes], repo_id: str, message: str, *, private: bool = True) -> str:

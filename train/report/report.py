@@ -19,14 +19,15 @@ from train.report.results import (
     describe_serving,
     details,
     fastest,
+    headline,
     read_report,
     read_serving,
     served_length,
     speed_table,
     training_facts,
-    users_of,
     warnings_of,
 )
+from train.tables import counted
 
 TEMPLATES = Path(__file__).parent / "templates"
 _SUMMARY = ("loss", "replay", "draft_length")
@@ -50,7 +51,7 @@ def write_report(
     write_json(directory / "metrics.json", known)
     panels = run_panels(metrics, evaluation, run_info["best_step"])
     if summary := [panels[name] for name in _SUMMARY if name in panels]:
-        save_png(summary, directory / "summary.png", _headline(evaluation), panel_inches=4.0)
+        save_png(summary, directory / "summary.png", headline(evaluation), panel_inches=4.0)
     return write_page(output_dir)
 
 
@@ -72,7 +73,6 @@ def write_page(output_dir: Path) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["duration"] = _duration
     page = environment.get_template("report.html").render(
         figures={name: (panel, svg_uri(panel)) for name, panel in panels.items()},
         evaluation=evaluation,
@@ -94,7 +94,11 @@ def write_page(output_dir: Path) -> Path:
             ("versions", ", ".join(f"{name} {one}" for name, one in sorted(run_info["versions"].items()))),
             *training_speed(metrics),
         ],
-        total_seconds=sum(stage["seconds"] for stage in run_info["stages"]),
+        times=[
+            ("stage", "time"),
+            *((stage["name"], _duration(stage["seconds"])) for stage in run_info["stages"]),
+            ("all starts", _duration(sum(stage["seconds"] for stage in run_info["stages"]))),
+        ],
         serve=serve_command(
             str(run_info["target"]),
             str(run_info["export"]),
@@ -107,14 +111,6 @@ def write_page(output_dir: Path) -> Path:
     path = Path(output_dir) / "report" / "index.html"
     write_text(path, page)
     return path
-
-
-def _headline(evaluation: dict[str, Any]) -> str:
-    if not evaluation:
-        return ""
-    stats = at_draft_length(evaluation["trained"], evaluation["k"])
-    prompts = f"{evaluation['num_prompts']} held-out prompts"
-    return f"Acceptance length {stats['acceptance_length']:.2f} at k = {stats['k']}, temperature 0, {prompts}"
 
 
 def _headlines(evaluation: dict[str, Any], serving: dict[str, Any] | None) -> list[tuple[str, str, str]]:
@@ -133,7 +129,7 @@ def _headlines(evaluation: dict[str, Any], serving: dict[str, Any] | None) -> li
     if serving:
         row = fastest(serving)
         speedup = Interval(**row["speedup"])
-        name = f"speed-up in vLLM for {users_of(row)}, k = {row['k']}"
+        name = f"speed-up in vLLM for {counted(row['concurrency'], 'user')}, k = {row['k']}"
         note = f"95 % interval {speedup.bounds}"
         found.append((f"{speedup.value:.2f}×", name, note))
     completions = decoding["completions"]

@@ -8,7 +8,7 @@ from eagle31.errors import UserError
 from eagle31.json_files import expecting, read_json_object
 from train.evaluation.agreement import describe_counts
 from train.evaluation.intervals import Interval, length_of
-from train.tables import aligned
+from train.tables import aligned, counted
 
 # Greedy drafts are what vLLM makes by default, at any temperature; sampled drafts are those of the classic
 # rule of speculative sampling.
@@ -103,18 +103,24 @@ def fastest(numbers: dict[str, Any]) -> dict[str, Any]:
     return max(rows, key=lambda row: row["drafter"])
 
 
-def users_of(row: dict[str, Any]) -> str:
-    return f"{row['concurrency']} user{'s' if row['concurrency'] > 1 else ''}"
-
-
 def served_length(evaluation: dict[str, Any], serving: dict[str, Any] | None) -> tuple[int, str]:
     """Return the draft length for the serve command, and why it is that one or how to choose it."""
     if serving:
         row = fastest(serving)
         lengths = ", ".join(map(str, sorted({one["k"] for one in serving["rows"]})))
-        return row["k"], f"Of the measured k ({lengths}), {row['k']} served {users_of(row)} fastest."
+        return row[
+            "k"
+        ], f"Of the measured k ({lengths}), {row['k']} served {counted(row['concurrency'], 'user')} fastest."
     k, measure = evaluation.get("k", _DRAFT_TOKENS), "scripts/bench/serving EXPORT --target TARGET -k 2 3 4"
     return k, f"Which k serves fastest depends on the machine and the load; {measure} measures it."
+
+
+def headline(evaluation: dict[str, Any]) -> str:
+    """Return the acceptance length in a sentence; empty without an evaluation."""
+    if not evaluation:
+        return ""
+    stats = at_draft_length(evaluation["trained"], evaluation["k"])
+    return f"Acceptance length {stats['acceptance_length']:.2f} at k = {stats['k']}, temperature 0"
 
 
 def describe_conditions(evaluation: dict[str, Any]) -> str:
