@@ -159,7 +159,7 @@ def _plan(config: RunConfig) -> Iterator[Check]:
         yield check
     for disk in disks(sizes, plan.work):
         yield Check("disk", LACKING if disk.remedy else OK, str(disk), disk.remedy)
-    if (memory := host_memory(sizes, way.cluster)).parts:
+    if (memory := host_memory(sizes, way.cluster)).uses:
         yield Check("host memory", LACKING if memory.remedy else OK, str(memory), memory.remedy)
     model, missing = config.target.model, download_bytes(sizes)
     if missing and constants.HF_HUB_OFFLINE:

@@ -24,40 +24,37 @@ from train.tables import gigabytes
 
 _DOWNLOADED = 0.1  # of a model's size: what may be missing where it counts as complete
 _STATES = 3  # float32 weights and two moments
+# Of a process on a CPU: Python, libraries, and what malloc keeps of freed tensors. Measured.
+_PROCESS_BYTES = 900_000_000
 
 
 @dataclass(frozen=True)
-class DiskUse:
-    """What a run has yet to write below a directory."""
+class Use:
+    """What a run has yet to write below a directory, or keeps in a node's memory."""
 
     what: str
-    directory: Path
     num_bytes: int
     remedy: str
 
 
 @dataclass(frozen=True)
-class Disk:
-    """One disk, and what the run has yet to write there."""
+class Room:
+    """A disk, or the memory of a node, and what the run needs of it."""
 
-    directory: Path  # one that exists
-    free_bytes: int
-    uses: list[DiskUse]
-
-    @property
-    def needed_bytes(self) -> int:
-        return sum(use.num_bytes for use in self.uses)
+    where: str
+    num_bytes: int  # that are free, on a disk
+    uses: list[Use]
 
     @property
     def remedy(self) -> str:
         """What to do about the largest use; empty where all has room."""
-        if self.needed_bytes <= self.free_bytes:
+        if sum(use.num_bytes for use in self.uses) <= self.num_bytes:
             return ""
         return max(self.uses, key=lambda use: use.num_bytes).remedy
 
     def __str__(self) -> str:
         parts = ", ".join(f"{use.what} {gigabytes(use.num_bytes)}" for use in self.uses)
-        return f"{self.directory} has {gigabytes(self.free_bytes)} free for {parts}"
+        return f"{self.where} has {gigabytes(self.num_bytes)} for {parts}"
 
 
 def free_bytes(path: Path) -> int:
@@ -73,18 +70,18 @@ def existing(path: Path) -> Path:
     return path
 
 
-def disks(sizes: RunSizes, work: Work) -> list[Disk]:
+def disks(sizes: RunSizes, work: Work) -> list[Room]:
     """Return the disks that the run writes to."""
-    found: dict[int, Disk] = {}
-    for use in _uses(sizes, work):
+    found: dict[int, Room] = {}
+    for directory, use in _uses(sizes, work):
         if use.num_bytes > 0:
-            where = existing(use.directory)
-            disk = found.setdefault(os.stat(where).st_dev, Disk(where, free_bytes(where), []))
+            where = existing(directory)
+            disk = found.setdefault(os.stat(where).st_dev, Room(str(where), free_bytes(where), []))
             disk.uses.append(use)
     return list(found.values())
 
 
-def _uses(sizes: RunSizes, work: Work) -> Iterator[DiskUse]:
+def _uses(sizes: RunSizes, work: Work) -> Iterator[tuple[Path, Use]]:
     config = sizes.config
     capture, output_dir = config.capture, Path(config.output_dir)
     made = made_with(config, Stage.capture)
@@ -94,17 +91,17 @@ def _uses(sizes: RunSizes, work: Work) -> Iterator[DiskUse]:
             size += work.store_bytes or 0
             smaller = "" if capture.codec == "fp8" else "capture.codec=fp8, "
             remedy = f"Set {smaller}capture.mode=online or a lower data.max_samples"
-        yield DiskUse("the store", output_dir, size - _bytes_of(made), f"{remedy}, or free some space.")
+        yield output_dir, Use("the store", size - _bytes_of(made), f"{remedy}, or free some space.")
     # One checkpoint more than are kept, and three copies of the weights.
     kept = 4 * sizes.num_parameters * (_STATES * (config.train.keep_checkpoints + 1) + 3)
     remedy = "Lower train.keep_checkpoints, or free some space."
     left = kept - _bytes_of(made_with(config, Stage.train) + made_with(config, Stage.export))
-    yield DiskUse("checkpoints and export", output_dir, left, remedy)
+    yield output_dir, Use("checkpoints and export", left, remedy)
     remedy = "Set HF_HOME to a directory on a larger disk."
-    yield DiskUse("the target's weights", Path(constants.HF_HUB_CACHE), download_bytes(sizes), remedy)
+    yield Path(constants.HF_HUB_CACHE), Use("the target's weights", download_bytes(sizes), remedy)
     if (spool := states_directory(config)) is not None:
         remedy = "Lower capture.spool_gb, set capture.spool_dir, or enlarge /dev/shm (Docker: --shm-size)."
-        yield DiskUse("the spool", spool, waiting_bytes(config), remedy)
+        yield spool, Use("the spool", waiting_bytes(config), remedy)
 
 
 def download_bytes(sizes: RunSizes) -> int:
@@ -135,43 +132,14 @@ def _bytes_of(directories: Iterable[Path]) -> int:
     )
 
 
-@dataclass(frozen=True)
-class HostMemory:
-    """What a run keeps in the memory of a node, and the memory that this one has."""
-
-    total_bytes: int
-    parts: dict[str, int]
-
-    @property
-    def needed_bytes(self) -> int:
-        return sum(self.parts.values())
-
-    @property
-    def remedy(self) -> str:
-        """What to do; empty where it has room."""
-        if self.needed_bytes <= self.total_bytes:
-            return ""
-        return (
-            "Lower capture.spool_gb or train.row_tokens, start fewer processes, or unset "
-            "deepspeed.offload_optimizer."
-        )
-
-    def __str__(self) -> str:
-        parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in self.parts.items())
-        return f"the host memory of a node, {gigabytes(self.total_bytes)} here, has to hold {parts}"
-
-
-def host_memory(sizes: RunSizes, cluster: Cluster) -> HostMemory:
-    """Return the host memory of one node that trains, while it trains.
-
-    Python, libraries and the states of validation are left out.
-    """
+def host_memory(sizes: RunSizes, cluster: Cluster) -> Room:
+    """Return the host memory of one node that trains, without the states of validation."""
     config, drafter, processes = sizes.config, sizes.drafter, cluster.processes_per_node
     settings, parts = trainer_settings(config, cluster.num_ranks), {}
     if states_directory(config) == MEMORY or config.capture.transport is TransportKind.mooncake:
         parts["the spool"] = waiting_bytes(config)
     if not cluster.gpus_per_node:
-        parts["training"] = processes * sizes.trainer(cluster.num_ranks, "cpu").total
+        parts["training"] = processes * (sizes.trainer(cluster.num_ranks, "cpu").total + _PROCESS_BYTES)
         if config.capture.mode is CaptureMode.online and config.capture.source is CaptureSource.hf:
             parts["the target"] = processes * sizes.target.checkpoint_bytes
     elif config.deepspeed.offload_optimizer:
@@ -180,7 +148,10 @@ def host_memory(sizes: RunSizes, cluster: Cluster) -> HostMemory:
         # Rows that are rolled out in chunks stay there: the one at work and the next.
         width = (len(drafter.aux_layer_ids) + 1) * drafter.target_hidden_size
         parts["states of rows"] = 2 * processes * settings.row_tokens * width * settings.itemsize
-    return HostMemory(host_bytes(), {name: size for name, size in parts.items() if size})
+    remedy = "Lower capture.spool_gb or train.row_tokens, start fewer processes, or unset "
+    remedy += "deepspeed.offload_optimizer."
+    uses = [Use(name, size, remedy) for name, size in parts.items() if size]
+    return Room("the host memory of a node", host_bytes(), uses)
 
 
 def host_bytes() -> int:

@@ -1,7 +1,7 @@
 """The plan of a run: the drafter's shape, the work, what it takes, and the commands that start it."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from train.distributed import World
 from train.drafter.shape import rope_kind
 from train.plan.cluster import Cluster, cluster_at_hand, planned_clusters
 from train.plan.commands import Command, commands
-from train.plan.disk import Disk, HostMemory, disks, host_memory
+from train.plan.disk import disks, host_memory
 from train.plan.memory import TOLERANCE, USABLE_FRACTION, TrainerMemory, TrainerSettings
 from train.plan.placement import TARGET_FRACTION, TargetPlacement, place_target
 from train.plan.sizes import RunSizes, trainer_settings
@@ -89,9 +89,6 @@ class Plan:
         """The way to run that the plan describes: the first that works."""
         return next((way for way in self.ways if way.works), self.ways[0])
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def make_plan(config: RunConfig, world: World, summary: Mapping[str, Any], given: Sequence[str] = ()) -> Plan:
     """Return the plan from the recipe and the target's config; the drafter is built without memory.
@@ -132,7 +129,7 @@ def make_plan(config: RunConfig, world: World, summary: Mapping[str, Any], given
 def _lacking(sizes: RunSizes, work: Work, ways: Sequence[Way]) -> list[str]:
     """Return what has no room on this machine, with remedies."""
     way = next((way for way in ways if way.works), ways[0])
-    found: list[Disk | HostMemory] = [*disks(sizes, work), host_memory(sizes, way.cluster)]
+    found = [*disks(sizes, work), host_memory(sizes, way.cluster)]
     return [f"{one}. {one.remedy}" for one in found if one.remedy]
 
 

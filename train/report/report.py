@@ -45,18 +45,13 @@ def write_report(
 
     Returns: the path of index.html.
     """
-    directory = Path(output_dir) / "report"
-    metrics = read_jsonl(metrics_path)
-    known = {"evaluation": evaluation, "run": run_info, "metrics": metrics}
-    write_json(directory / "metrics.json", known)
-    panels = run_panels(metrics, evaluation, run_info["best_step"])
-    if summary := [panels[name] for name in _SUMMARY if name in panels]:
-        save_png(summary, directory / "summary.png", headline(evaluation), panel_inches=4.0)
+    known = {"evaluation": evaluation, "run": run_info, "metrics": read_jsonl(metrics_path)}
+    write_json(Path(output_dir) / "report" / "metrics.json", known)
     return write_page(output_dir)
 
 
 def write_page(output_dir: Path) -> Path:
-    """Write index.html from the report's metrics.json and serving.json.
+    """Write index.html and summary.png from the report's metrics.json and serving.json.
 
     Raises:
         UserError: the run has no report yet.
@@ -64,7 +59,9 @@ def write_page(output_dir: Path) -> Path:
     known = read_report(output_dir)
     metrics, evaluation, run_info = known["metrics"], known["evaluation"], known["run"]
     best_step, serving = run_info["best_step"], read_serving(Path(output_dir))
-    panels = run_panels(metrics, evaluation, best_step)
+    directory, panels = Path(output_dir) / "report", run_panels(metrics, evaluation, best_step)
+    if summary := [panels[name] for name in _SUMMARY if name in panels]:
+        save_png(summary, directory / "summary.png", headline(evaluation), panel_inches=4.0)
     k, choice = served_length(evaluation, serving)
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -108,9 +105,8 @@ def write_page(output_dir: Path) -> Path:
         ),
         choice=choice,
     )
-    path = Path(output_dir) / "report" / "index.html"
-    write_text(path, page)
-    return path
+    write_text(directory / "index.html", page)
+    return directory / "index.html"
 
 
 def _headlines(evaluation: dict[str, Any], serving: dict[str, Any] | None) -> list[tuple[str, str, str]]:

@@ -1,6 +1,7 @@
 """The plan of a run: what it takes, by the settings at first, and by its data once that is there."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from eagle31.json_files import write_json
 from train.config.run import Stage
@@ -16,7 +17,7 @@ def write_plan(context: RunContext, given: Sequence[str] = ()) -> Plan:
     data = context.artifacts.get(Stage.data)
     summary = data_summary(context.config) if data is None else data.summary
     plan = make_plan(context.config, context.world, summary, given)
-    write_json(context.output_dir / "plan.json", plan.to_json())
+    write_json(context.output_dir / "plan.json", asdict(plan))
     return plan
 
 
