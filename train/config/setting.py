@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Iterator
 from math import isfinite
 from typing import Any
@@ -10,7 +11,12 @@ from eagle31.errors import UserError
 
 # No setting means anything beyond this; a number that large is a slip, and overflows where it is used.
 _LARGEST = 10**12
-_BOUNDS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
+_BOUNDS = {
+    "ge": ("at least", operator.ge),
+    "gt": ("greater than", operator.gt),
+    "le": ("at most", operator.le),
+    "lt": ("less than", operator.lt),
+}
 
 
 def setting(default: Any, meaning: str, **bounds: float) -> Any:
@@ -29,7 +35,7 @@ def setting(default: Any, meaning: str, **bounds: float) -> Any:
 
 def bounds_in_words(bounds: dict[str, float]) -> str:
     """Return such as "at least 0 and less than 1"."""
-    return " and ".join(f"{_BOUNDS[name]} {bound}" for name, bound in bounds.items())
+    return " and ".join(f"{_BOUNDS[name][0]} {bound}" for name, bound in bounds.items())
 
 
 def check_settings(config: Any) -> None:
@@ -63,13 +69,7 @@ def _settings(config: Any, prefix: str) -> Iterator[tuple[str, Any, dataclasses.
 def _check_number(key: str, value: float, bounds: dict[str, float]) -> None:
     if not isfinite(value):
         raise UserError(key, value, "Give a finite number.")
-    broken = {
-        "ge": lambda bound: value < bound,
-        "gt": lambda bound: value <= bound,
-        "le": lambda bound: value > bound,
-        "lt": lambda bound: value >= bound,
-    }
-    if any(broken[name](bound) for name, bound in bounds.items()):
+    if not all(_BOUNDS[name][1](value, bound) for name, bound in bounds.items()):
         raise UserError(key, value, f"It must be {bounds_in_words(bounds)}.")
     if abs(value) > bounds.get("le", _LARGEST):
         raise UserError(key, value, f"No setting means anything beyond {_LARGEST:,}.")

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from data.addresses import is_loopback
 from data.batches.loader import check_divisible
 from data.capture.transport.mooncake_store import address
@@ -17,8 +15,9 @@ from train.config.compose import CHECKOUT
 from train.config.run import RunConfig, Stage, uses_servers
 from train.config.vllm import Placement
 from train.stop import STOPPED, STOPPED_FILE
+from train.templates import template
 
-TEMPLATE = "slurm.sh.jinja"
+TEMPLATE = Path(__file__).with_name("slurm.sh.jinja")
 _CONTAINER_PYTHON = "python3"
 
 
@@ -83,14 +82,6 @@ def render(
     Raises:
         UserError: sbatch would misread the output directory's path.
     """
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["quoted"] = shlex.quote
     mounts = [str(CHECKOUT), str(output_dir.absolute()), *job.mounts]
     inside, srun_options = [python], ""
     if job.container_image is not None:
@@ -102,7 +93,7 @@ def render(
     elif job.apptainer_image is not None:
         bound = [word for path in mounts for word in ("--bind", path)]
         inside = ["apptainer", "exec", "--nv", *bound, job.apptainer_image, _CONTAINER_PYTHON]
-    return environment.get_template(TEMPLATE).render(
+    return template(TEMPLATE).render(
         job=job,
         options=_sbatch_options(job, recipe, output_dir),
         python=python,

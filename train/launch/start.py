@@ -88,9 +88,8 @@ def check_eagle3(config: RunConfig) -> None:
     if captures_in_vllm(config):
         check_captured(config)
     elif drafts_in_vllm(config):
-        _check_served(
-            config, "In a run, that is vllm.engine_args.model_impl=transformers; or set target.engine=hf."
-        )
+        remedy = "In a run, that is vllm.engine_args.model_impl=transformers; or set target.engine=hf."
+        _check_served(config, remedy)
 
 
 def check_captured(config: RunConfig) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from data.target.checkpoint import is_hub_id
 from data.target.served import serving_engines, unserved
@@ -26,6 +25,7 @@ from train.report.results import (
     training_facts,
     warnings_of,
 )
+from train.templates import template
 
 CARD = "README.md"
 # vLLM's package for CPUs has no working `vllm` command.
@@ -57,19 +57,12 @@ def model_card(
         config: the export's config.json.
         serving: speed in vLLM, from serving.json.
     """
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
     drafter = run_info.get("hub_id") or "PATH_OF_THIS_DIRECTORY"
     (k, choice), layout = served_length(evaluation, serving), layout_of(config)
     architecture = run_info["architecture"]
     data = " and ".join(dict.fromkeys(map(_data_name, run_info["train_data"])))
     target = run_info["target"] if is_hub_id(run_info["target"]) else "TARGET"
-    return environment.get_template("card.md").render(
+    return template(Path(__file__).parent / "templates" / "card.md").render(
         front_matter=_front_matter(run_info),
         variant="EAGLE 3.1" if config["fc_norm"] and config["norm_output"] else "EAGLE 3",
         target=target_name(run_info),

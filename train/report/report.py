@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from eagle31.export.layouts import Layout
 from eagle31.json_files import read_jsonl, write_json, write_text
 from train.evaluation.intervals import Interval, length_of
@@ -28,6 +26,7 @@ from train.report.results import (
     warnings_of,
 )
 from train.tables import counted
+from train.templates import template
 
 TEMPLATES = Path(__file__).parent / "templates"
 _SUMMARY = ("loss", "replay", "draft_length")
@@ -63,14 +62,7 @@ def write_page(output_dir: Path) -> Path:
     if summary := [panels[name] for name in _SUMMARY if name in panels]:
         save_png(summary, directory / "summary.png", headline(evaluation), panel_inches=4.0)
     k, choice = served_length(evaluation, serving)
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template("report.html").render(
+    page = template(TEMPLATES / "report.html", autoescape=True).render(
         figures={name: (panel, svg_uri(panel)) for name, panel in panels.items()},
         evaluation=evaluation,
         headlines=_headlines(evaluation, serving),
