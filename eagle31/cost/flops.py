@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle31.kernels.query_run import context_window, document_starts
-from eagle31.model.config import DrafterConfig
+from eagle31.model.config import DrafterConfig, DSparkShape
 from eagle31.model.shapes import MlaShape, NormedGqaShape
 from eagle31.training.batch import PackedBatch, sampled, step_rows, supervised_drafts
 from eagle31.training.schedule import DraftCosts, needed_key_rows, teacher_rows
@@ -131,6 +131,8 @@ def step_flops(config: DrafterConfig, counts: StepCounts, head_trained: bool) ->
     many steps read it, and once more for the keys of step 0. Layers before the last compute every key row at
     step 0.
     """
+    if config.dspark is not None:
+        return _dspark_flops(config, config.dspark, counts)
     hidden, target, rolled_out = config.hidden_size, config.target_hidden_size, counts.rolled_out
     # Without the norms before it, fc's input needs no gradient.
     fusion = (6 if config.fc_norm else 4) * counts.keys * len(config.aux_layer_ids) * target * hidden
@@ -151,6 +153,28 @@ def step_flops(config: DrafterConfig, counts: StepCounts, head_trained: bool) ->
         mlp=mlp,
         attention=attention,
         head=(6 if head_trained else 4) * rolled_out * hidden * config.draft_vocab_size,
+        teacher=2 * counts.teachers * target * config.draft_vocab_size,
+    )
+
+
+def _dspark_flops(config: DrafterConfig, dspark: DSparkShape, counts: StepCounts) -> StepFlops:
+    """Return the FLOPs of DSpark's step.
+
+    Every row that is rolled out has a query for each step. The Markov head is a part of the head's matrix,
+    whose gradient is computed as a whole, also where the draft head is frozen.
+    """
+    hidden, target, layers = config.hidden_size, config.target_hidden_size, config.num_hidden_layers
+    queries = counts.rows[0] * len(counts.rows)
+    context_pairs = counts.causal_pairs * queries // max(counts.rolled_out, 1)
+    of, heads = attention_projections(config), config.num_attention_heads
+    keys = (counts.keys + queries) * of.key_width
+    widths = heads * (config.head_dim + config.value_width)
+    return StepFlops(
+        fusion=4 * counts.keys * len(config.aux_layer_ids) * target * hidden,
+        projections=6 * layers * hidden * (keys + queries * (of.query_width + heads * config.value_width)),
+        mlp=6 * layers * queries * 3 * hidden * config.intermediate_size,
+        attention=6 * layers * (context_pairs + queries * len(counts.rows)) * widths,
+        head=6 * counts.rolled_out * (hidden + dspark.markov_rank) * config.draft_vocab_size,
         teacher=2 * counts.teachers * target * config.draft_vocab_size,
     )
 

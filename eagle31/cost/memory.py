@@ -64,8 +64,10 @@ def step_memory(
         device: "cpu" or "cuda", which have different parts of the loss.
         with_metrics: as on logging steps, which need the target's full vocabulary.
     """
-    hidden, num_aux = config.hidden_size, len(config.aux_layer_ids)
-    head = config.draft_vocab_size * hidden if head_trained else 0
+    num_aux, width = len(config.aux_layer_ids), head_width(config)
+    # DSpark's two heads are one matrix, a copy that is made for the step. Chunks pass its gradients on, too.
+    joined = config.dspark is not None
+    head = config.draft_vocab_size * width if head_trained or joined else 0
     narrow = itemsize < _WIDE
     num_rows = 2 if device == "cuda" else 1
     product = min(head, PRODUCT_ELEMENTS) * itemsize if narrow and device == "cpu" else 0
@@ -80,22 +82,30 @@ def step_memory(
             prefill += counts.keys * TILE * itemsize  # the attention's mask
         rows = tuple(min(rollout_chunk, rows) for rows in counts.rows)
         counts = replace(counts, rows=rows, teachers=min(counts.teachers, rollout_chunk + len(rows) - 1))
-    # Chunks drop those of the keys and compute them again, in one layer a part at a time.
+    # Chunks drop those of the keys and compute them again, a part at a time where each row is alone.
     of_keys, of_drafts = step.key_activations(counts.keys), step.draft_activations(counts)
+    if config.dspark is not None:
+        of_keys, of_drafts = step.context_activations(counts.keys), step.dspark_activations(counts)
     kept = of_keys + of_drafts
     if in_chunks:
-        kept = of_drafts if config.num_hidden_layers == 1 else max(of_keys, of_drafts)
+        alone = config.num_hidden_layers == 1 or config.dspark is not None
+        kept = of_drafts if alone else max(of_keys, of_drafts)
     kept += step.padded_values(counts.keys)
     return StepMemory(
         batch=row_tokens * (num_aux + 1) * config.target_hidden_size * itemsize * num_rows,
         prefill=prefill,
-        activations=kept,
-        state_gradients=counts.rolled_out * hidden * itemsize,
+        activations=kept + (head * itemsize * (3 if in_chunks else 1) if joined else 0),
+        state_gradients=counts.rolled_out * width * itemsize,
         head_gradient=head * _WIDE,
         cast_gradient=head * itemsize if narrow else 0,
         loss_part=_loss_part(config, counts, itemsize, device, with_metrics) + product,
         backward=step.backward(counts, in_chunks) + (head * itemsize if in_chunks else 0),
     )
+
+
+def head_width(config: DrafterConfig) -> int:
+    """Return the width of what the head reads."""
+    return config.hidden_size + (0 if config.dspark is None else config.dspark.markov_rank)
 
 
 def validation_memory(
@@ -116,6 +126,7 @@ def validation_memory(
     """
     step, layers = _Step(config, itemsize, device), config.num_hidden_layers
     rows = min(chunk_rows, row_tokens)
+    at_once = rows * (1 if config.dspark is None else num_steps)  # queries
     hidden, head_dim, key_heads = config.hidden_size, config.head_dim, config.num_key_value_heads
     flash, narrow = step.on_flash, config.value_width < head_dim
     width = hidden + step.key_value_width * layers
@@ -145,7 +156,7 @@ def validation_memory(
     prefill = kept + rows * fused * itemsize
     if layers > 1:
         prefill = max(row_tokens * fused * itemsize, computed(row_tokens))
-    return max(prefill, kept + (tokens + later) * itemsize + tables + max(computed(rows), logits))
+    return max(prefill, kept + (tokens + later) * itemsize + tables + max(computed(at_once), logits))
 
 
 @dataclass(frozen=True)
@@ -189,6 +200,20 @@ class _Step:
         kept = states + layers * self.keys(later) + self.rows(counts.rolled_out)
         return kept + (layers - 1) * self.rows(later) + self.dropped(counts)
 
+    def context_activations(self, keys: int) -> int:
+        """Return the bytes of DSpark's context, of which every layer makes keys and values."""
+        normed = keys * self.config.hidden_size * self.itemsize
+        return self.fusion(keys) + normed + self.config.num_hidden_layers * self.keys(keys)
+
+    def dspark_activations(self, counts: StepCounts) -> int:
+        """Return the bytes of DSpark's queries: one for each step of a row, supervised or not."""
+        queries, hidden = counts.rows[0] * len(counts.rows), self.config.hidden_size
+        # The output once more, with the queries of a row next to each other.
+        folded = queries * self.query_width * self.itemsize
+        layer = self.rows(queries) + self.keys(queries) + folded
+        ends = (2 * queries * hidden + counts.rolled_out * head_width(self.config)) * self.itemsize
+        return self.config.num_hidden_layers * layer + ends
+
     def keys(self, rows: int) -> int:
         """Return the bytes of keys and values, of what their projections keep, and RoPE's tables."""
         width = self.key_value_width + attention_projections(self.config).key_kept
@@ -230,6 +255,8 @@ class _Step:
 
     def backward(self, counts: StepCounts, in_chunks: bool) -> int:
         """Return the bytes of the larger of MLP's and attention's gradients, and of those of the weights."""
+        if self.config.dspark is not None:
+            return self.dspark_backward(counts)
         rows, hidden, inner = counts.rows[0], self.config.hidden_size, self.config.intermediate_size
         query, value = self.query_width, self.config.num_attention_heads * self.config.value_width
         later_steps = len(counts.rows) - 1
@@ -263,6 +290,16 @@ class _Step:
         largest = max(rows * mlp * self.itemsize, attention - released)
         return rows * 2 * hidden * self.itemsize + largest + weights
 
+    def dspark_backward(self, counts: StepCounts) -> int:
+        """Return `backward` of DSpark, whose attention among a draft's queries is computed in float32."""
+        queries, hidden = counts.rows[0] * len(counts.rows), self.config.hidden_size
+        inner = self.config.intermediate_size
+        attention = queries * self.query_width * (3 * self.itemsize + 6 * _WIDE)
+        attention += counts.keys * self.key_value_width * (self.itemsize + _WIDE)
+        # The layer has released its MLP's activations by then.
+        attention -= queries * (2 * inner + 4 * hidden) * self.itemsize
+        return queries * 2 * hidden * self.itemsize + max(queries * 3 * inner * self.itemsize, attention)
+
 
 def _loss_part(
     config: DrafterConfig, counts: StepCounts, itemsize: int, device: str, with_metrics: bool
@@ -271,7 +308,7 @@ def _loss_part(
     positions = positions_at_once(device, vocab, draft, num_steps, with_metrics)
     positions = min(positions, max(counts.teachers, 1))
     rows = positions * num_steps
-    buffers = rows * (draft + config.hidden_size) * itemsize
+    buffers = rows * (draft + head_width(config)) * itemsize
     teacher_width = vocab if with_metrics else draft
     # The states, and the three float32 tensors of which their norm is made, or the norm and the logits.
     of_norm = 3 * config.target_hidden_size * _WIDE

@@ -1,4 +1,4 @@
-"""Speculative decoding: chain drafts of k tokens, verified by the target, both with key/value caches."""
+"""Speculative decoding: drafts of k tokens, verified by the target, both with key/value caches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eagle31.kernels.plain_attention import LayerKeys, attend_by_run
+from eagle31.kernels.plain_attention import LayerKeys, attend_by_run, attention_weights, weighted_values
 from eagle31.kernels.query_run import QueryRun
+from eagle31.model.attention import NO_PRODUCTS
 from eagle31.model.drafter import Drafter
+from eagle31.model.dspark import DSparkDrafter
+from eagle31.model.eagle import EagleDrafter
 from eagle31.model.frozen import FrozenParts
 
 
@@ -53,7 +56,7 @@ def decode_speculatively(
     A draft that goes past the end of the completion is cut there, also in `accepted`.
     """
     device = frozen.embed_tokens.device
-    chain = ChainDrafter(drafter, frozen)
+    sequence = new_sequence(drafter, frozen)
     target.start()
     logits, aux = target.forward(torch.tensor(prompt, device=device))
     first = int(logits[-1].argmax())
@@ -61,7 +64,7 @@ def decode_speculatively(
     drafts: list[list[int]] = []
     following = torch.tensor([*prompt[1:], first], device=device)
     while len(completion) < max_new_tokens and completion[-1] not in eos_token_ids:
-        draft = chain.draft(aux, following, draft_tokens)
+        draft = sequence.draft(aux, following, draft_tokens)
         logits, aux = target.forward(torch.tensor([completion[-1], *draft], device=device))
         greedy = logits.argmax(dim=-1).tolist()
         num_accepted = next((i for i, token in enumerate(draft) if token != greedy[i]), len(draft))
@@ -85,6 +88,14 @@ def _cut(tokens: list[int], room: int, eos_token_ids: Sequence[int]) -> list[int
     return tokens[:room]
 
 
+def new_sequence(drafter: Drafter, frozen: FrozenParts) -> "ChainDrafter | DSparkSequence":
+    """Return what drafts for one sequence."""
+    if isinstance(drafter, DSparkDrafter):
+        return DSparkSequence(drafter, frozen)
+    assert isinstance(drafter, EagleDrafter)
+    return ChainDrafter(drafter, frozen)
+
+
 class ChainDrafter:
     """Greedy drafts of a chain of tokens for one sequence, with a key/value cache.
 
@@ -92,10 +103,10 @@ class ChainDrafter:
     positions overwrite them.
     """
 
-    def __init__(self, drafter: Drafter, frozen: FrozenParts) -> None:
+    def __init__(self, drafter: EagleDrafter, frozen: FrozenParts) -> None:
         self.drafter = drafter
         self.frozen = frozen
-        self.lm_head = frozen.lm_head or drafter.lm_head
+        self.head = drafter.head(frozen.lm_head)
         self.keys: list[LayerKeys | None] = [None for _ in drafter.layers]  # by position
         self.num_rows = 0  # confirmed positions
 
@@ -112,7 +123,7 @@ class ChainDrafter:
         drafts: list[Tensor] = []  # they stay on the device until all are there
         for _ in range(num_tokens):
             normed, state = self.drafter.final_states(self._step(state, token_ids, start))
-            token_ids = self.frozen.target_ids(self.lm_head(normed).argmax(-1))
+            token_ids = self.frozen.target_ids(F.linear(normed, self.head).argmax(-1))
             start = self.num_rows + len(drafts)
             drafts.append(token_ids)
         return torch.cat(drafts).tolist()
@@ -147,3 +158,46 @@ class ChainDrafter:
         key, value = (part[visible].transpose(0, 1).unsqueeze(0) for part in (keys.keys, keys.values))
         attended = F.scaled_dot_product_attention(grouped, key, value, scale=config.attention_scale)
         return attended.reshape(1, query.shape[1], -1)
+
+
+class DSparkSequence:
+    """Greedy drafts of DSpark for one sequence, with a cache of the context's keys and values."""
+
+    def __init__(self, drafter: DSparkDrafter, frozen: FrozenParts) -> None:
+        self.drafter, self.frozen = drafter, frozen
+        self.head = drafter.head(frozen.lm_head)
+        self.keys: list[LayerKeys] = []
+        self.num_rows = 0  # confirmed positions
+
+    def draft(self, aux_hidden_states: Tensor, next_token_ids: Tensor, num_tokens: int) -> list[int]:
+        """Add the newly confirmed positions to the context, and return the target's ids of drafts after them.
+
+        The arguments are those of `ChainDrafter.draft`.
+        """
+        embed_tokens = self.frozen.embed_tokens
+        fused = self.drafter.fuse(aux_hidden_states.to(embed_tokens.dtype))
+        positions = torch.arange(self.num_rows, self.num_rows + len(fused), device=fused.device)
+        self.num_rows += len(fused)
+        found = self.drafter.step_keys(self.drafter.prefill(fused, NO_PRODUCTS, positions, attend_all))
+        if self.keys:
+            pairs = zip(self.keys, found, strict=True)
+            found = [
+                LayerKeys(torch.cat((kept.keys, new.keys)), torch.cat((kept.values, new.values)))
+                for kept, new in pairs
+            ]
+        self.keys = found
+        attend = partial(attend_all, scale=self.drafter.config.attention_scale)
+        token = next_token_ids[-1:]
+        (states,) = self.drafter.draft(token, positions[-1:] + 1, num_tokens, embed_tokens, found, attend)
+        drafts: list[Tensor] = []
+        for state in states.split(1):
+            logits = F.linear(self.drafter.with_previous(state, token), self.head)
+            token = self.frozen.target_ids(logits.argmax(-1))
+            drafts.append(token)
+        return torch.cat(drafts).tolist()
+
+
+def attend_all(query: Tensor, keys: LayerKeys, scale: float = 1.0) -> Tensor:
+    """Attend from the queries of one row, [1, Hq, D], to all keys."""
+    weights = attention_weights(query, keys.keys, None, keys.rollout_keys, scale)
+    return weighted_values(weights.to(query.dtype), keys.values, keys.rollout_values)

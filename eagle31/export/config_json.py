@@ -4,11 +4,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from eagle31.errors import UserError
-from eagle31.export.layouts import IDS, SPECULATORS_TOP, Layout, Verifier, sglang_ids
+from eagle31.export.layouts import DSPARK, IDS, SPECULATORS_TOP, Layout, Verifier, sglang_ids
 from eagle31.model.config import DrafterConfig
 from eagle31.model.shapes import AttentionShape, GqaShape, MlaShape, NormedGqaShape
 
 _NOT_IN_SGLANG = ("norm_before_residual", "sliding_window", "attention_bias", "mlp_bias")
+# vLLM does not read them for DSpark.
+_EAGLE_KEYS = (
+    *(IDS, "eagle_config", "num_aux_hidden_states"),
+    *("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc"),
+)
 SLIDING = "sliding_attention"  # among the layer_types
 DEEPSPEC = "Qwen3Eagle3Model"  # the architecture of DeepSpec's drafters, which vLLM has under another name
 # Fields of `DrafterConfig` that are keys of config.json.
@@ -49,7 +54,7 @@ FORMATS: dict[type[AttentionShape], AttentionFormat] = {
         in_sglang=True,
     ),
     NormedGqaShape: AttentionFormat(
-        architectures=("Eagle3Qwen3ForCausalLM", DEEPSPEC),
+        architectures=("Eagle3Qwen3ForCausalLM", DEEPSPEC, DSPARK),
         model_types=("qwen3",),
         default_positions=32768,
         required_keys=("num_key_value_heads", "head_dim"),
@@ -79,9 +84,22 @@ def config_json(
         UserError: vLLM does not read this layout for this drafter.
 
     Source: models/llama_eagle3.py, models/deepseek_eagle3.py and transformers_utils/configs/speculators of
-    vLLM, which read it.
+    vLLM, which read it; for DSpark qwen3_dspark.py.
     """
     drafter = _drafter_json(config, dtype)
+    if config.dspark is not None:
+        if layout is not Layout.vllm:
+            raise UserError("export.layout", layout.value, "DSpark drafters need export.layout=vllm.")
+        return {name: value for name, value in drafter.items() if name not in _EAGLE_KEYS} | {
+            "architectures": [DSPARK],
+            "target_layer_ids": sglang_ids(config.aux_layer_ids),  # they count layer outputs too
+            "mask_token_id": config.dspark.mask_token_id,
+            "block_size": config.dspark.size,
+            "markov_rank": config.dspark.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": False,
+            "sample_from_anchor": True,
+        }
     if layout is Layout.sglang:
         _check_sglang(config)
         drafter["eagle_config"][IDS] = sglang_ids(config.aux_layer_ids)

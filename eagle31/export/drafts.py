@@ -52,9 +52,8 @@ def draft_logits(
 ) -> Tensor:
     """Return the draft logits of `rows` by the training path, float32 on the CPU [K, R, Vd]."""
     batch = batch.to(torch.device("cpu"), torch.float32)
-    return torch.stack(
-        [drafter.lm_head(normed) for normed, _ in rollout(drafter, embed_tokens, batch, rows, num_steps)]
-    )
+    head = drafter.head(None)
+    return torch.stack([state @ head.t() for state in rollout(drafter, embed_tokens, batch, rows, num_steps)])
 
 
 def _logits(drafter: Drafter, embed_tokens: Tensor) -> Tensor:

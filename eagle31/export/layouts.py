@@ -1,4 +1,4 @@
-"""The layouts in which EAGLE-3 drafters are published: their keys, their tensor names, their files."""
+"""The layouts in which drafters are published: their keys, their tensor names, their files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +17,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED_WEIGHTS, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # Of the names in TorchSpec's checkpoints, which torch's dcp_to_torch makes a file of `torch.save`.
 TORCHSPEC_PREFIX = "model_state.model.draft_model."
+
+DSPARK = "Qwen3DSparkModel"  # the architecture of its drafters
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 # The architectures as which vLLM loads the layers of speculators' drafters, by their model_type.
@@ -64,6 +66,11 @@ def sglang_ids(aux_layer_ids: Sequence[int]) -> list[int]:
     return [i - 1 for i in aux_layer_ids]
 
 
+def served_method(raw: dict[str, Any]) -> str:
+    """Return the `method` of vLLM's speculative config for a parsed config.json."""
+    return "dspark" if DSPARK in (raw.get("architectures") or ()) else "eagle3"
+
+
 def layer_config(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the drafter's keys as vLLM reads them: speculators' top level overrides some of the layer's.
 
@@ -87,13 +94,13 @@ def layer_config(raw: dict[str, Any]) -> dict[str, Any]:
     return layer | taken | {"architectures": [architecture]}
 
 
-def served_name(name: str, layout: Layout = Layout.vllm) -> str:
+def served_name(name: str, layout: Layout, is_eagle: bool) -> str:
     """Return a parameter's tensor name in the checkpoint.
 
-    The first layer is `midlayer`, except in speculators' layout. SGLang calls the norm of a later layer's
+    EAGLE's first layer is `midlayer`, except in speculators' layout. SGLang calls the norm of a later layer's
     input `hidden_norm`.
     """
-    if layout is not Layout.speculators and name.startswith("layers.0."):
+    if is_eagle and layout is not Layout.speculators and name.startswith("layers.0."):
         return name.replace("layers.0.", "midlayer.", 1)
     return name.replace("input_layernorm", "hidden_norm") if layout is Layout.sglang else name
 

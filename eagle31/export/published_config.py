@@ -15,8 +15,8 @@ from eagle31.export.config_json import (
     TOKEN_IDS,
     AttentionFormat,
 )
-from eagle31.export.layouts import IDS, Layout, layer_config, layout_of
-from eagle31.model.config import DrafterConfig
+from eagle31.export.layouts import DSPARK, IDS, Layout, layer_config, layout_of
+from eagle31.model.config import DrafterConfig, DSparkShape
 from eagle31.model.shapes import AttentionShape, MlaShape
 
 # What vLLM reads as the rotated part of each head, at the top level or among RoPE's parameters.
@@ -80,12 +80,15 @@ def _read_config(
         draft_vocab_size=layer.get("draft_vocab_size") or values["vocab_size"],
         target_hidden_size=layer.get("target_hidden_size") or values["hidden_size"],
         aux_layer_ids=ids,
+        dspark=_dspark(layer),
         **same,
     )
     if layer.get("model_type") == "deepseek_v3":
         notes += ("model_type deepseek_v3: vLLM reads it as multi-token prediction and does not serve it.",)
     if DEEPSPEC in layer["architectures"]:
         notes += (f"architecture {DEEPSPEC}: vLLM does not serve it before eagle31 has exported it again.",)
+    if layer.get("enable_confidence_head"):
+        notes += ("its confidence head is left out, which vLLM reads for adaptive verification alone.",)
     return ReadConfig(config, layout_of(raw), notes)
 
 
@@ -125,6 +128,16 @@ def _attention_heads(kind: type[AttentionShape], layer: dict[str, Any]) -> dict[
         "num_key_value_heads": layer.get("num_key_value_heads") or num_heads,
         "head_dim": layer.get("head_dim") or width // num_heads,
     }
+
+
+def _dspark(layer: dict[str, Any]) -> DSparkShape | None:
+    """Return what a DSpark drafter has in addition; None for others."""
+    if DSPARK not in layer["architectures"]:
+        return None
+    for name, expected in (("markov_head_type", "vanilla"), ("sample_from_anchor", True)):
+        if layer.get(name, expected) != expected:
+            raise UserError(name, layer[name], f"Only drafters with {expected} are supported here.")
+    return DSparkShape(layer["block_size"], layer["mask_token_id"], layer["markov_rank"])
 
 
 def _numbers(layer: dict[str, Any], attention: AttentionFormat) -> dict[str, Any]:

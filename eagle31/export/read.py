@@ -14,6 +14,7 @@ from eagle31.export.layouts import IDS, WEIGHTS, parameter_name, read_raw_config
 from eagle31.export.published_config import read_config
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
+from eagle31.model.kinds import new_drafter
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ def load_export(
     if target is not None:
         check_target(config, target)
     tensors = {parameter_name(name, read.layout): tensor for name, tensor in read_tensors(directory).items()}
+    if config.dspark is not None:
+        tensors = {name: one for name, one in tensors.items() if not name.startswith("confidence_head.")}
     embed_tokens = tensors.pop("embed_tokens.weight", None)
     d2t = tensors.pop("d2t", None)
     target_ids = draft_target_ids(d2t, tensors.pop("t2d", None), config)
@@ -73,7 +76,7 @@ def load_export(
         tensors["lm_head.weight"] = _target_rows(lm_head, "lm_head.weight", config)
     try:
         with torch.device("meta"):  # no memory is allocated for the sizes that config.json states
-            drafter = Drafter(config)
+            drafter = new_drafter(config)
         drafter.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
         reason = " ".join(str(error).split())

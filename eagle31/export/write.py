@@ -17,7 +17,7 @@ from eagle31.export.published_config import read_config
 from eagle31.export.read import load_export, weights_digest
 from eagle31.json_files import write_json
 from eagle31.model.config import DrafterConfig
-from eagle31.model.drafter import Drafter
+from eagle31.model.kinds import new_drafter
 from eagle31.model.vocab import DraftVocab
 from eagle31.tensor_files import save_tensors
 
@@ -63,7 +63,10 @@ def write_export(
     for name, tensor in (state | {"embed_tokens.weight": embed_tokens}).items():
         if not torch.isfinite(tensor).all():
             raise UserError(name, "nan or inf", "The trained weights are not finite; export an earlier step.")
-    tensors = {served_name(name, layout): tensor.to(DTYPES[dtype]) for name, tensor in state.items()}
+    tensors = {
+        served_name(name, layout, config.dspark is None): tensor.to(DTYPES[dtype])
+        for name, tensor in state.items()
+    }
     tensors["embed_tokens.weight"] = embed_tokens
     if config.pruned:
         tensors |= {"d2t": vocab.d2t, "t2d": vocab.t2d}
@@ -71,7 +74,7 @@ def write_export(
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise UserError("export.dtype", dtype, f"{name} has values beyond its range; choose bfloat16.")
-    drafter = Drafter(config)
+    drafter = new_drafter(config)
     drafter.load_state_dict({name: tensor.to(DTYPES[dtype]) for name, tensor in state.items()})
     drafts = made_up_drafts(drafter.float(), embed_tokens)
     partial = directory.with_name(f".{directory.name}.partial")

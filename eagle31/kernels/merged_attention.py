@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from eagle31.kernels.elementwise import widened
+from eagle31.kernels.packed_steps import PackedContext
 from eagle31.kernels.plain_attention import LayerKeys
 from eagle31.kernels.tiled_attention import TiledBlock
 
@@ -27,7 +28,7 @@ class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        block: TiledBlock,
+        block: TiledBlock | PackedContext,
         row_indices: Sequence[Tensor | None],
         sums: tuple[Tensor, Tensor] | None,
         *tensors: Tensor,
@@ -38,7 +39,7 @@ class _MergedAttention(torch.autograd.Function):
         output, lse = block.forward(query, keys, values)
         if num_steps:
             halves = rollout[:num_steps], rollout[num_steps:]
-            output, lse = _merge(output, lse, query, *halves, block.kernel.scale)
+            output, lse = _merge(output, lse, query, *halves, block.scale)
         ctx.block, ctx.row_indices, ctx.sums = block, row_indices, sums
         ctx.save_for_backward(output, lse, *tensors)
         return output
@@ -55,7 +56,7 @@ class _MergedAttention(torch.autograd.Function):
         gradients: list[Tensor] = []
         if num_steps:
             selected = [_select(x, ctx.row_indices[i % num_steps]) for i, x in enumerate(rollout)]
-            halves, scale = (selected[:num_steps], selected[num_steps:]), ctx.block.kernel.scale
+            halves, scale = (selected[:num_steps], selected[num_steps:]), ctx.block.scale
             grad_query, gradients = _rollout_backward(grad, query, *halves, output, lse, grad_query, scale)
             gradients = [
                 _scatter(x, ctx.row_indices[i % num_steps], rollout[i]) for i, x in enumerate(gradients)
@@ -63,7 +64,7 @@ class _MergedAttention(torch.autograd.Function):
         return None, None, None, grad_query, *of_keys, *gradients
 
 
-def merged_attention(block: TiledBlock, query: Tensor, keys: LayerKeys) -> Tensor:
+def merged_attention(block: TiledBlock | PackedContext, query: Tensor, keys: LayerKeys) -> Tensor:
     """Attend to the step-0 keys that the block makes visible and to each row's rollout keys of steps 1..k.
 
     Args:

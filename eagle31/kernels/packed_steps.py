@@ -5,6 +5,7 @@ of a chunk share one buffer of rollout keys and values, and one of their gradien
 pass adds to. Each gradient is returned once, after the last step that reads its key.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -141,6 +142,55 @@ def packed_attention(block: PackedBlock, keys: PackedKeys, query: Tensor, *own: 
         [R, Hq, Dv] in the query's dtype; the softmax is float32.
     """
     return _PackedAttention.apply(block, keys, query, keys.returned, *own)
+
+
+class PackedContext:
+    """A `PackedBlock` of queries that read step-0 keys alone, with the results of `TiledBlock`."""
+
+    def __init__(self, block: PackedBlock) -> None:
+        self.block, self.scale = block, block.scale
+
+    def forward(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return output [R, Hq, D] and log-sum-exp [R, Hq]; values are as wide as keys."""
+        if not self.block.calls:
+            lse = query.new_full(query.shape[:2], float("-inf"), dtype=torch.float32)
+            return torch.zeros_like(query), lse
+        (spread,) = self._spread([query])
+        output, lse = self.block.forward(spread, *self._widened(keys, values))
+        places = self.block.places
+        return _select(output[..., : query.shape[-1]], places), _select(lse.t(), places)
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        sums: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Return the query's gradient, and add those of keys and values to `sums`."""
+        if not self.block.calls:
+            return torch.zeros_like(query)
+        (wide_grad, wide_output), (spread,) = self._spread([grad, output]), self._spread([query])
+        placed = lse.t()
+        if self.block.places is not None:
+            placed = lse.new_zeros(lse.shape[1], len(spread)).index_copy_(1, self.block.places, placed)
+        wide = self._widened(keys, values)
+        found = self.block.backward(wide_grad, spread, *wide, wide_output, placed, sums)
+        return _select(found[..., : query.shape[-1]], self.block.places)
+
+    def _spread(self, tensors: list[Tensor]) -> Sequence[Tensor]:
+        from eagle31.kernels.rollout_terms import spread_rows
+
+        width = padded_head_dim(tensors[0].shape[-1])
+        return spread_rows([x.contiguous() for x in tensors], self.block.sources, width)
+
+    @staticmethod
+    def _widened(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        width = padded_head_dim(keys.shape[-1])
+        return _widen(keys.contiguous(), width), _widen(values.contiguous(), width)
 
 
 def _select(x: Tensor, index: Tensor | None) -> Tensor:

@@ -109,7 +109,7 @@ class TiledBlock:
     def __init__(
         self, runs: Sequence[QueryRun], mask: Tensor | None, window: int | None, kernel: Kernel
     ) -> None:
-        self.kernel = kernel
+        self.kernel, self.scale = kernel, kernel.scale
         self.tiles = []
         if mask is None:
             return

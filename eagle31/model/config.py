@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle31.errors import UserError
-from eagle31.model.shapes import OPTIONAL_PARTS, AttentionShape, GqaShape
+from eagle31.model.shapes import OPTIONAL_PARTS, AttentionShape, GqaShape, NormedGqaShape
 
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
@@ -12,9 +12,29 @@ _SIZES = (
 )
 
 
+_EAGLE_PARTS = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "attention_bias")
+
+
+@dataclass(frozen=True)
+class DSparkShape:
+    """What a drafter has that drafts all tokens in one pass: DSpark (arXiv 2607.05147)."""
+
+    size: int  # the tokens of a draft, where nothing else says how many
+    mask_token_id: int  # of the queries after the first, whose tokens are not known yet
+    markov_rank: int  # of the head by which a draft token changes the logits of the next
+
+    def __post_init__(self) -> None:
+        for name in ("size", "markov_rank"):
+            if getattr(self, name) < 1:
+                raise UserError(f"drafter.{name}", getattr(self, name), "It must be at least 1.")
+
+
 @dataclass(frozen=True)
 class DrafterConfig:
-    """The configuration of a drafter: EAGLE 3.1 by default; EAGLE 3 has no `fc_norm` and no `norm_output`."""
+    """The configuration of a drafter.
+
+    EAGLE 3.1 by default. EAGLE 3 has no `fc_norm` and no `norm_output`; DSpark has neither, but a `dspark`.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -42,6 +62,7 @@ class DrafterConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     attention: AttentionShape = field(default_factory=GqaShape)
+    dspark: DSparkShape | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
@@ -78,6 +99,19 @@ class DrafterConfig:
                 "Give at least one id, in ascending order and each once: vLLM sorts and deduplicates them.",
             )
         self.attention.check(self.head_dim, self.rope_parameters)
+        if self.dspark is not None:
+            self._check_dspark(self.dspark)
+
+    def _check_dspark(self, shape: DSparkShape) -> None:
+        if not isinstance(self.attention, NormedGqaShape):
+            remedy = "vLLM's DSpark drafters have gqa_qk_norm."
+            raise UserError("drafter.attention", self.attention.name, remedy)
+        for name in ("sliding_window", *_EAGLE_PARTS):
+            if value := getattr(self, name):
+                raise UserError(f"drafter.{name}", value, "DSpark drafters have no such part.")
+        if not 0 <= shape.mask_token_id < self.vocab_size:
+            remedy = f"It must be a token of the target's vocabulary ({self.vocab_size})."
+            raise UserError("drafter.mask_token_id", shape.mask_token_id, remedy)
 
     @property
     def key_reach(self) -> int | None:

@@ -1,11 +1,12 @@
-"""The EAGLE 3.1 drafter.
+"""What all drafters have in common. `EagleDrafter` and `DSparkDrafter` are the kinds.
 
-The embedding is not part of it: it is the target's, it is frozen, and the caller keeps it.
+The embedding is not part of a drafter: it is the target's, it is frozen, and the caller keeps it.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 
 from eagle31.kernels.elementwise import RMSNorm
@@ -19,114 +20,72 @@ from eagle31.model.rope import Rotary
 class Prefill(NamedTuple):
     """What drafts read of N captured rows."""
 
-    state: Tensor  # [N, H], enters the last layer
+    state: Tensor  # [N, W], what a draft starts from; W is 0 if it starts from a token alone
     keys: list[LayerKeys]  # of step 0, for each layer before the last
     compressed: tuple[Tensor, Tensor]  # of the last layer; `AttentionModule.expanded` reads it
 
 
-class Drafter(nn.Module):
+class Drafter(nn.Module, ABC):
     """Fusion, decoder layers, final norm, and the draft head unless it is frozen and kept outside.
 
-    Training and its plain reference run `prefill` and `rollout_step`; decoding runs the same layers over a
-    cache. What differs is passed in:
-
-    - `tokens`: embeddings, or their products with the first layer's projections. A training step reads each
-      token at up to K steps and computes its products once; decoding reads it once, and one product of the
-      concatenated inputs is faster.
-    - `attend`: training has many queries and needs gradients, so it merges a flash kernel's output with the
-      rollout keys; decoding has one query, and building its scores is faster.
-    - the rows: training drops rows from step to step; decoding adds them to a cache.
+    Args:
+        norms: those of `fuse`, by name.
+        reads_embedding: for each layer, whether its attention reads embeddings next to the state.
     """
 
-    fc_norm: nn.ModuleList
-
-    def __init__(self, config: DrafterConfig, with_head: bool = True) -> None:
+    def __init__(
+        self,
+        config: DrafterConfig,
+        with_head: bool,
+        norms: Mapping[str, nn.Module],
+        reads_embedding: Sequence[bool],
+    ) -> None:
         super().__init__()
         self.config = config
-        num_aux, target_width = len(config.aux_layer_ids), config.target_hidden_size
-        if config.norm_before_fc:
-            self.input_norm = RMSNorm(num_aux * target_width, eps=config.rms_norm_eps)
-        if config.fc_norm:
-            norms = [RMSNorm(target_width, eps=config.rms_norm_eps) for _ in range(num_aux)]
-            self.fc_norm = nn.ModuleList(norms)
-        self.fc = nn.Linear(num_aux * target_width, config.hidden_size, bias=False)
-        self.layers = nn.ModuleList(DrafterLayer(config, i) for i in range(config.num_hidden_layers))
+        for name, norm in norms.items():
+            self.add_module(name, norm)
+        width = len(config.aux_layer_ids) * config.target_hidden_size
+        self.fc = nn.Linear(width, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList(DrafterLayer(config, reads) for reads in reads_embedding)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         if with_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(config.rotary_width, config.rope_parameters, config.max_position_embeddings)
 
+    @abstractmethod
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
-        """Project the aux hidden states after their norms. [T, A, Ht] -> [T, H]."""
-        states = aux_hidden_states
-        if self.config.norm_before_fc:
-            states = self.input_norm(states.flatten(1)).view_as(states)
-        if self.config.fc_norm:
-            states = torch.stack([norm(states[:, i]) for i, norm in enumerate(self.fc_norm)], dim=1)
-        return self.fc(states.flatten(1))
+        """Project the aux hidden states to the drafter's width, with its norms. [T, A, Ht] -> [T, H]."""
 
+    @abstractmethod
     def prefill(
         self, fused: Tensor, tokens: Tensor | Products, position_ids: Tensor, attend: Attend
     ) -> Prefill:
         """Compute what drafts read of the captured rows.
 
-        In the last layer a row that is not rolled out needs only its key and value. Layers before the last
-        feed its keys, so they compute every row.
-
         Args:
             fused: [N, H], fused states of the rows.
             tokens: the token that follows each row, as embeddings [N, H] or as products.
             position_ids: int64 [N], RoPE positions.
-            attend: attention of all rows, for layers before the last.
+            attend: attention of all rows, where a layer's keys depend on other rows.
         """
-        rotation = self.rotary(position_ids)
-        *before, last = self.decoder_layers
-        state, keys = fused, []
-        for layer in before:
-            state, layer_keys = layer.step(state, tokens, rotation, LayerKeys, attend)
-            keys.append(layer_keys)
-        return Prefill(state, keys, last.compressed(state, tokens, rotation))
+
+    @property
+    @abstractmethod
+    def prefills_rows_alone(self) -> bool:
+        """Whether what drafts read of a captured row is a function of this row alone."""
+
+    @abstractmethod
+    def head(self, frozen: nn.Linear | None) -> Tensor:
+        """Return the matrix [Vd, W] from what a rollout yields to logits.
+
+        Args:
+            frozen: the draft head, if it is not trained.
+        """
 
     def step_keys(self, prefilled: Prefill) -> list[LayerKeys]:
         """Return each layer's step-0 keys and values."""
         last = self.decoder_layers[-1].self_attn
         return [*prefilled.keys, LayerKeys(*last.expanded(prefilled.compressed))]
-
-    def rollout_step(
-        self,
-        step: int,
-        state: Tensor,
-        tokens: Tensor | Products,
-        rotation: tuple[Tensor, Tensor],
-        attend: Attend,
-        keys: list[LayerKeys],
-    ) -> tuple[Tensor, Tensor, list[LayerKeys]]:
-        """Run a step of the rows that are rolled out.
-
-        Args:
-            state: [R, H], what the step before fed back; at step 0 that of `prefill`, which enters the last
-                layer.
-            tokens: the token that this step starts from, as embeddings [R, H] or as products.
-            rotation: RoPE's cos and sin at the positions of this step, float32 [R, D] each.
-            keys: each layer's keys and values before this step; at step 0 `step_keys`.
-
-        Returns:
-            The post-norm state that the head reads [R, H], the state that is fed back [R, H], and the keys
-            with this step's.
-        """
-        if step == 0:
-            output, _ = self.decoder_layers[-1].step(state, tokens, rotation, keys[-1], attend)
-            return *self.final_states(output), keys
-        extended = []
-        for layer, before in zip(self.decoder_layers, keys, strict=True):
-            state, layer_keys = layer.step(state, tokens, rotation, before.with_step, attend)
-            extended.append(layer_keys)
-        return *self.final_states(state), extended
-
-    def final_states(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the head reads and what the next step receives, of the layers' output [N, H]."""
-        normed = self.norm(output)
-        return normed, normed if self.config.norm_output else output
 
     @property
     def decoder_layers(self) -> list[DrafterLayer]:

@@ -32,11 +32,11 @@ class MLP(nn.Module):
 
 
 class DrafterLayer(nn.Module):
-    """A decoder layer. The first reads the token's embedding and the state, later ones the state alone."""
+    """A decoder layer. EAGLE's first reads the token's embedding and the state, others the state alone."""
 
-    def __init__(self, config: DrafterConfig, layer_index: int) -> None:
+    def __init__(self, config: DrafterConfig, reads_embedding: bool) -> None:
         super().__init__()
-        self.reads_embedding = layer_index == 0
+        self.reads_embedding = reads_embedding
         self.norm_before_residual = config.norm_before_residual
         width, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(width, eps=eps)
@@ -62,7 +62,7 @@ class DrafterLayer(nn.Module):
 
         Args:
             state: [N, H].
-            tokens: embeddings [N, H], or their products; only the first layer reads them.
+            tokens: embeddings [N, H], or their products; only EAGLE's first layer reads them.
             rotation: RoPE's cos and sin, float32 [N, D] each.
             keys: those that the queries read; or a function that takes this step's keys and values, which are
                 then computed at every row, and returns them.

@@ -25,8 +25,9 @@ from torch.autograd.function import once_differentiable
 from eagle31.kernels.elementwise import widened
 from eagle31.kernels.plain_attention import LayerKeys
 from eagle31.model.drafter import Drafter
+from eagle31.training.attention import key_attention
 from eagle31.training.batch import PackedBatch
-from eagle31.training.rollout import filled, key_attention, prefill, row_parts
+from eagle31.training.rollout import filled, prefill, row_parts
 from eagle31.training.schedule import ChunkSchedule, RolloutSchedule, keys_of_share
 
 # The loss of a chunk and its sums, from the states at its rows and the keys of all rows.
@@ -92,11 +93,11 @@ class _PackedRow:
 
     def __post_init__(self) -> None:
         drafter, schedule, group = self.drafter, self.schedule, self.group
-        self.attend = key_attention(schedule, drafter.config, self.embed_tokens)
+        self.attend = key_attention(schedule, drafter, self.embed_tokens)
         self.attention = drafter.decoder_layers[-1].self_attn
         self.num_keys = self.num_rows = len(schedule.key_rows)
         if group is not None:
-            assert len(drafter.layers) == 1
+            assert drafter.prefills_rows_alone
             self.num_rows = group.size() * keys_of_share(self.num_keys, group.size())
         self.grads: list[Tensor | None] = [None] * len(self.weights)
 
@@ -186,7 +187,8 @@ class _PackedRow:
             ]
             total, sums = self.loss_of(chunk, leaf, layers)
         of_rows, *found = torch.autograd.grad(total, [leaf, *self.weights], allow_unused=True)
-        grad_state[chunk.query_index] = of_rows
+        if of_rows is not None:
+            grad_state[chunk.query_index] = of_rows
         self._add(found)
         return total.detach(), sums
 

@@ -20,7 +20,7 @@ from eagle31.kernels.plain_attention import LayerKeys, attend_by_run
 from eagle31.kernels.query_run import document_starts, query_runs
 from eagle31.kernels.transfer import to_device
 from eagle31.model.config import DrafterConfig
-from eagle31.model.drafter import Drafter
+from eagle31.model.eagle import EagleDrafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch, supervised_drafts
 from eagle31.training.reference import reference_rollout
@@ -81,7 +81,7 @@ class Drift:
 
 
 @torch.no_grad()
-def measure_drift(drafter: Drafter, frozen: FrozenParts, chosen: DriftRows) -> Drift:
+def measure_drift(drafter: EagleDrafter, frozen: FrozenParts, chosen: DriftRows) -> Drift:
     """Measure drift. The host waits for the device at the end only."""
     device = frozen.embed_tokens.device
     batch = chosen.batch.to(device, states=False)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from eagle31.kernels.plain_attention import Attend, attend_by_run
 from eagle31.kernels.query_run import document_starts, query_runs
 from eagle31.kernels.transfer import to_device
-from eagle31.model.drafter import Drafter
+from eagle31.model.eagle import EagleDrafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch, step_rows, supervised_drafts
 from eagle31.training.rollout import CHUNK_ROWS, prefill_in_parts
@@ -22,7 +22,7 @@ from eagle31.training.teacher import Teacher, full_teacher
 
 
 def reference_rollout(
-    drafter: Drafter,
+    drafter: EagleDrafter,
     embed_tokens: Tensor,
     batch: PackedBatch,
     rows: Tensor,
@@ -30,10 +30,13 @@ def reference_rollout(
     attend_rows: Attend,
     attend: Attend,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Roll `rows` out; same arguments and results as `eagle31.training.rollout.rollout`.
+    """Roll `rows` out; same arguments as `eagle31.training.rollout.rollout`.
 
     Args:
         attend_rows, attend: the attention of all rows and that of `rows`.
+
+    Yields:
+        For each step the post-norm state that the head reads [R, H], and the state fed back [R, H].
     """
     last = batch.input_ids.shape[0] - 1
     every_row = torch.arange(last + 1)
@@ -71,7 +74,7 @@ def plain_alpha(logits: Tensor, teacher: Teacher) -> Tensor:
 
 
 def reference_loss(
-    drafter: Drafter,
+    drafter: EagleDrafter,
     frozen: FrozenParts,
     batch: PackedBatch,
     *,

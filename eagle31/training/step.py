@@ -99,17 +99,16 @@ def rollout_loss(
         The scalar loss, and the sums per step.
     """
     schedule = schedule or schedule_batch(batch, num_steps, key_reach=drafter.config.key_reach)
-    lm_head = frozen.lm_head or drafter.lm_head
+    head = drafter.head(frozen.lm_head)
     if logit_rows is None:
-        sizes = len(frozen.embed_tokens), lm_head.weight.shape[0], num_steps
-        logit_rows = num_steps * positions_at_once(lm_head.weight.device.type, *sizes, with_metrics)
+        sizes = len(frozen.embed_tokens), head.shape[0], num_steps
+        logit_rows = num_steps * positions_at_once(head.device.type, *sizes, with_metrics)
     weights = [step_decay**step for step in range(num_steps)]
 
     def loss_of(chunk: ChunkSchedule, state: Tensor, keys: list[LayerKeys]) -> tuple[Tensor, Tensor]:
-        steps = chunk_rollout(drafter, frozen.embed_tokens, batch, chunk, state, keys)
-        states = [normed for normed, _ in steps]
+        states = list(chunk_rollout(drafter, frozen.embed_tokens, batch, chunk, state, keys))
         teacher = teacher_of(frozen, batch, chunk, with_metrics)
-        return one_pass_loss(states, lm_head.weight, teacher, chunk, weights, logit_rows)
+        return one_pass_loss(states, head, teacher, chunk, weights, logit_rows)
 
     differentiated = torch.is_grad_enabled() or row_group is not None
     if schedule.chunk_rows is not None and differentiated:

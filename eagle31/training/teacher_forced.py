@@ -1,6 +1,6 @@
 """Drafts along a given text: compared with it, for replay, or with those that an engine made there."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def greedy_hits(
         drafts. Both are on the CPU.
     """
     supervised = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
-    head = (frozen.lm_head or drafter.lm_head).weight
+    head = drafter.head(frozen.lm_head)
     input_ids = batch.input_ids.to(head.device, non_blocking=True)
     hits = torch.zeros_like(supervised, device=head.device)
     size = logit_rows(head.device.type, len(frozen.embed_tokens))
@@ -71,7 +71,7 @@ def acceptance_given_text(
     Source: Leviathan et al., arXiv 2211.17192, algorithm 1.
     """
     supervised = supervised_drafts(batch.loss_mask, batch.document_ids, num_steps)
-    head = (frozen.lm_head or drafter.lm_head).weight
+    head = drafter.head(frozen.lm_head)
     input_ids = batch.input_ids.to(head.device, non_blocking=True)
     ids = torch.arange(len(frozen.embed_tokens), device=head.device)
     draft_ids = ids
@@ -111,17 +111,31 @@ def logits_of_drafts(
         rows: int64 [R], ascending, whose drafts are given; x[t+1] is the last token before row t's draft.
         token_ids: int64 [R, K], the drafted tokens.
     """
-    head = (frozen.lm_head or drafter.lm_head).weight
+    head = drafter.head(frozen.lm_head)
     batch = batch.to(head.device, states=False)
     read = torch.cat([batch.input_ids[rows + 1, None], token_ids[:, :-1]], dim=1)
-    for normed, _ in rollout(drafter, frozen.embed_tokens, batch, rows, token_ids.shape[1], read):
-        yield F.linear(normed, head)
+    for state in rollout(drafter, frozen.embed_tokens, batch, rows, token_ids.shape[1], read):
+        yield F.linear(state, head)
+
+
+def by_draft_length(
+    drafter: Drafter, longest: int, compare: Callable[[int], tuple[Tensor, Tensor]]
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield for each draft length k = 1..longest k and what `compare` returns of drafts of k tokens, [T, k].
+
+    The first tokens of a chain do not depend on how many follow them, so that it is called once for all.
+    """
+    if drafter.config.dspark is None:
+        compared, supervised = compare(longest)
+        yield from ((k, compared[:, :k], supervised[:, :k]) for k in range(1, longest + 1))
+    else:
+        yield from ((k, *compare(k)) for k in range(1, longest + 1))
 
 
 def _drafted_states(
     drafter: Drafter, frozen: FrozenParts, batch: PackedBatch, supervised: Tensor, chunk_rows: int
 ) -> Iterator[tuple[ChunkSchedule, int, Tensor, Tensor]]:
-    """Yield for each chunk and step its rows int64 [R_k], and the states [R_k, H] that the head reads."""
+    """Yield for each chunk and step its rows int64 [R_k], and the what the head reads [R_k, W]."""
     embed_tokens, key_reach = frozen.embed_tokens, drafter.config.key_reach
     device, document_ids = embed_tokens.device, batch.document_ids
     schedule = schedule_rollout(supervised, document_ids, device, key_reach, chunk_rows)
@@ -129,8 +143,8 @@ def _drafted_states(
     state, keys = prefill_schedule(drafter, embed_tokens, batch, schedule, chunk_rows)
     for chunk in schedule.chunks:
         steps = chunk_rollout(drafter, embed_tokens, batch, chunk, state[chunk.query_index], keys)
-        for step, (scheduled, (normed, _)) in enumerate(zip(chunk.steps, steps, strict=True)):
-            yield chunk, step, scheduled.rows, normed
+        for step, (scheduled, read) in enumerate(zip(chunk.steps, steps, strict=True)):
+            yield chunk, step, scheduled.rows, read
 
 
 def logit_rows(device: str, vocab_size: int) -> int:

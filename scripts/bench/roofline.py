@@ -23,6 +23,7 @@ from eagle31.errors import UserError
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
+from eagle31.model.kinds import new_drafter
 from eagle31.training.batch import PackedBatch
 from eagle31.training.step import rollout_loss, schedule_batch
 from scripts.bench.gpu_rates import GpuRates, gpu_rates
@@ -90,7 +91,7 @@ def random_parts(
     """Return a drafter with random weights and random frozen parts."""
     width, target = config.hidden_size, config.target_hidden_size
     with torch.device(device), _default_dtype(dtype):
-        drafter = Drafter(config, with_head=train_lm_head)
+        drafter = new_drafter(config, with_head=train_lm_head)
         head = TargetHead(nn.RMSNorm(target), nn.Linear(target, config.vocab_size, bias=False))
         ids = torch.arange(config.draft_vocab_size) if config.pruned else None
         embedding = torch.randn(config.vocab_size, width)
@@ -139,7 +140,7 @@ def update(sizes: RunSizes, device: torch.device) -> Callable[[], None]:
     """Return a function that updates float32 weights from float32 gradients, as one rank alone does."""
     config = sizes.config
     with torch.device(device):
-        drafter = Drafter(sizes.drafter, with_head=config.drafter.train_lm_head)
+        drafter = new_drafter(sizes.drafter, with_head=config.drafter.train_lm_head)
     for weight in drafter.parameters():
         weight.grad = torch.zeros_like(weight)
     matrices, others = split_weights(drafter)

@@ -13,7 +13,7 @@ from data.batches.row_order import pack_epoch
 from data.batches.rows import pack_row
 from data.samples import CapturedSample
 from eagle31.model.config import DrafterConfig
-from eagle31.model.drafter import Drafter
+from eagle31.model.kinds import new_drafter
 from eagle31.training.batch import PackedBatch
 
 Document = tuple[Tensor, Tensor]  # input_ids int64 [L], loss_mask bool [L]
@@ -142,7 +142,7 @@ def random_weights(config: DrafterConfig, generator: torch.Generator) -> dict[st
     The names of the draft vocabulary's tensors begin with `draft_`; d2t and t2d are the peers' form of it.
     """
     with torch.device("meta"):
-        drafter = Drafter(config)
+        drafter = new_drafter(config)
     weights = {
         name: torch.ones(meta.shape)
         if meta.ndim == 1

@@ -52,8 +52,8 @@ def main() -> None:
 def build_eagle31(spec: Json, weights: Tensors, rows: list[Tensors]) -> Built:
     """The head is trained or frozen according to `spec["head"]`."""
     from data.target.head import TargetHead
-    from eagle31.model.drafter import Drafter
     from eagle31.model.frozen import FrozenParts
+    from eagle31.model.kinds import new_drafter
     from eagle31.training.batch import PackedBatch
     from eagle31.training.step import rollout_loss
     from scripts.bench.peers import drafter_weights
@@ -63,7 +63,7 @@ def build_eagle31(spec: Json, weights: Tensors, rows: list[Tensors]) -> Built:
     trained = drafter_weights(weights)
     head = trained.pop("lm_head.weight") if spec["head"] == "frozen" else None
     with torch.device("meta"):
-        drafter = Drafter(config, with_head=head is None)
+        drafter = new_drafter(config, with_head=head is None)
         norm = nn.RMSNorm(config.target_hidden_size, eps=config.rms_norm_eps)
     drafter.load_state_dict(trained, assign=True)
     drafter.requires_grad_(True)

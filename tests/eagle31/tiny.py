@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from eagle31.model.config import DrafterConfig
+from eagle31.model.config import DrafterConfig, DSparkShape
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
+from eagle31.model.kinds import new_drafter
 from eagle31.model.shapes import MlaShape, NormedGqaShape
 from eagle31.training.batch import PackedBatch
 
@@ -34,6 +35,13 @@ QK_NORM: dict[str, Any] = {"attention": NormedGqaShape()}
 # What vLLM's drafters have in addition, and others train.
 BIASES: dict[str, Any] = {"norm_before_fc": True, "attention_bias": True, "mlp_bias": True}
 EAGLE3: dict[str, Any] = {"fc_norm": False, "norm_output": False}
+DSPARK: dict[str, Any] = {
+    "attention": NormedGqaShape(),
+    "num_hidden_layers": 2,
+    "fc_norm": False,
+    "norm_output": False,
+    "dspark": DSparkShape(size=3, mask_token_id=7, markov_rank=5),
+}
 # Changes to `tiny_config`: multi-head latent attention with values narrower than keys, and as wide.
 MLA: dict[str, Any] = {
     "attention": MlaShape(
@@ -49,7 +57,7 @@ def tiny_drafter(
     config: DrafterConfig, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> tuple[Drafter, FrozenParts]:
     torch.manual_seed(seed)
-    drafter = Drafter(config)
+    drafter = new_drafter(config)
     for parameter in drafter.parameters():
         # Norm weights too, so that a norm left out or applied twice changes the result.
         nn.init.normal_(parameter, mean=1.0 if parameter.ndim == 1 else 0.0, std=0.3)

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from data.target.head import TargetHead
 from eagle31.model.config import DrafterConfig
-from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
+from eagle31.model.kinds import new_drafter
 from eagle31.training.batch import PackedBatch
 from eagle31.training.step import schedule_batch
 from train.plan.memory import TrainerSettings
@@ -21,7 +21,7 @@ def build_engine(
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
     width, target = config.hidden_size, config.target_hidden_size
     with torch.device(device):  # the largest drafter takes half a minute to initialize on a CPU
-        drafter = Drafter(config, with_head=settings.train_lm_head)
+        drafter = new_drafter(config, with_head=settings.train_lm_head)
         head = TargetHead(nn.RMSNorm(target), nn.Linear(target, config.vocab_size, bias=False)).to(dtype)
         ids = torch.arange(config.draft_vocab_size) if config.pruned else None
         embedding = torch.randn(config.vocab_size, width, dtype=dtype)

@@ -20,7 +20,7 @@ from tests.pretended_gpu.live_bytes import LiveBytes
 from tests.train.torchrun import composed
 from train.plan.sizes import RunSizes, trainer_settings
 
-IN_EVERY_RUN = ("glm_5_2", "kimi_k2_6", "llama3_1_8b")
+IN_EVERY_RUN = ("glm_5_2", "kimi_k2_6", "llama3_1_8b", "qwen3_8b drafter=dspark")
 OTHERS = sorted(
     {path.stem for path in Path("recipes/recipe").glob("*.yaml")}
     - {*IN_EVERY_RUN, "adapt", "any_target", "quickstart"}
@@ -37,7 +37,7 @@ def freed(weight: Tensor) -> None:
     [*IN_EVERY_RUN, *(pytest.param(name, marks=pytest.mark.full("a few seconds each")) for name in OTHERS)],
 )
 def test_a_step_takes_the_memory_that_the_plan_says(recipe: str) -> None:
-    sizes = RunSizes(composed(recipe, "plan.assistant_fraction=1.0"))
+    sizes = RunSizes(composed(*recipe.split(), "plan.assistant_fraction=1.0"))
     settings, train = trainer_settings(sizes.config, num_ranks=1), sizes.config.train
     with PretendedGpu(), patch("torch.autograd.grad", grad):
         step = RowStep(sizes, CUDA)

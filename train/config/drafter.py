@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from omegaconf import II
+
 from eagle31.choice import Choice
 from train.config.setting import setting
 
@@ -13,6 +15,11 @@ class Attention(Choice):
     mla = "mla", "multi-head latent attention"
 
 
+class Method(Choice):
+    eagle = "eagle", "EAGLE 3 and 3.1: a chain of steps, in which hidden states recurse"
+    dspark = "dspark", "DSpark: all tokens in one pass, which a Markov head chooses from left to right"
+
+
 @dataclass
 class DrafterShape:
     """The drafter's architecture. null takes the value of the checkpoint in init_from, else the target's.
@@ -21,6 +28,19 @@ class DrafterShape:
     EAGLE 3.1, with fc_norm weights that start at one.
     """
 
+    method: Method = setting(
+        Method.eagle, "How the drafter drafts. drafter=dspark sets all that DSpark needs."
+    )
+    block_size: int = setting(
+        II("evaluate.draft_tokens"), "Tokens of a draft that an engine makes by default, for dspark.", ge=1
+    )
+    markov_rank: int = setting(256, "Rank of the Markov head, for dspark.", ge=1)
+    mask_token_id: int | None = setting(
+        None,
+        "Token whose embedding stands for the tokens that are not known yet, for dspark. null: the target's "
+        "end token, after which nothing is drafted, or token 0 if its config has none.",
+        ge=0,
+    )
     attention: Attention | None = setting(
         None, "Kind of attention. null: that of init_from, else gqa, whatever the target has."
     )

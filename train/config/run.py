@@ -105,6 +105,9 @@ def check(config: RunConfig) -> None:
     if not config.stages:
         raise UserError("stages", "[]", f"Choose from {[stage.value for stage in Stage]}.")
     check_target(config.target)
+    drafter = config.drafter
+    if drafter.init_revision is not None and drafter.init_from is None:
+        raise UserError("drafter.init_revision", drafter.init_revision, "Give drafter.init_from too.")
     check_data(config.data)
     check_capture(config.capture)
     check_vllm(config.vllm)

@@ -10,6 +10,7 @@ from eagle31.export.read import LoadedExport
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts, project_width
+from eagle31.model.kinds import new_drafter
 from eagle31.model.vocab import DraftVocab
 from train.drafter.published import start_from
 
@@ -36,7 +37,7 @@ def build_drafter(
         dtype: of the frozen tensors.
     """
     torch.manual_seed(seed)
-    drafter = Drafter(config, with_head=train_lm_head)
+    drafter = new_drafter(config, with_head=train_lm_head)
     initialize(drafter)
     if initial is not None:
         start_from(drafter, initial.drafter)
@@ -96,7 +97,7 @@ def _head_rows(vocab: DraftVocab, parts: TargetParts) -> Tensor:
 
 
 def initialize(drafter: Drafter, std: float = 0.02) -> None:
-    """Draw linear weights from a normal distribution, as Llama does; norms stay one."""
+    """Draw weights of products and embeddings from a normal distribution, as Llama does; norms stay one."""
     for module in drafter.modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)

@@ -22,7 +22,7 @@ from eagle31.export.read import LoadedExport, TargetDefaults, load_export
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.vocab import DraftVocab, coverage
-from train.config.drafter import Attention, DrafterShape
+from train.config.drafter import Attention, DrafterShape, Method
 from train.drafter.shape import sliding_window
 
 # What training may change of a checkpoint.
@@ -154,6 +154,9 @@ def starting_config(
     attention = Attention(checkpoint.attention.name)
     found = vars(checkpoint) | {"rope_parameters": checkpoint.served_rope, "attention": attention}
     found |= vars(checkpoint.attention) | {"aux_layer_ids": list(checkpoint.aux_layer_ids)}
+    if (recipe.method is Method.dspark) != (checkpoint.dspark is not None):
+        has = Method.eagle if checkpoint.dspark is None else Method.dspark
+        raise _conflict("method", recipe.method.value, has.value, recipe.init_from)
     given = vars(recipe)
     for name in given.keys() & found.keys() - _FREE:
         if given[name] not in (None, {}) and not _agree(given[name], found[name]):

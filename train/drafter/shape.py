@@ -7,9 +7,9 @@ from transformers import PreTrainedConfig
 
 from data.target.architecture import active_intermediate_size, first_layer, head_width
 from eagle31.errors import UserError
-from eagle31.model.config import DrafterConfig
+from eagle31.model.config import DrafterConfig, DSparkShape
 from eagle31.model.shapes import ATTENTIONS, AttentionShape, MlaShape
-from train.config.drafter import Attention, DrafterShape
+from train.config.drafter import Attention, DrafterShape, Method
 from train.config.run import RunConfig
 
 
@@ -58,9 +58,18 @@ def complete_shape(
         fc_norm=shape.fc_norm,
         norm_output=shape.norm_output,
         norm_before_residual=bool(shape.norm_before_residual),
+        dspark=_dspark(shape, target.eos_token_id),
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_id,
     )
+
+
+def _dspark(shape: DrafterShape, eos_token_id: int | list[int] | None) -> DSparkShape | None:
+    """Return what DSpark has in addition; None for EAGLE."""
+    if shape.method is not Method.dspark:
+        return None
+    end = eos_token_id[0] if isinstance(eos_token_id, list) else eos_token_id
+    return DSparkShape(shape.block_size, _given(shape.mask_token_id, end or 0), shape.markov_rank)
 
 
 def check_positions(config: RunConfig, positions: int) -> None:

@@ -11,6 +11,7 @@ from data.capture.vllm.environment import environment
 from data.supervised import run_supervised
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.speculative import Decoded
+from eagle31.export.layouts import read_raw_config, served_method
 from eagle31.json_files import read_json, write_json
 
 WORKER = Path(__file__).with_name("serving_worker.py")
@@ -63,10 +64,15 @@ class EngineSpec:
             # vLLM never gives a drafter its target's backend.
             arguments["speculative_config"] = {
                 "model": str(self.export),
-                "method": "eagle3",
+                "method": self.method,
                 "num_speculative_tokens": self.k,
             } | backend
         return arguments | self.extra
+
+    @property
+    def method(self) -> str | None:
+        """The kind of drafter, by vLLM's name; None without one."""
+        return None if self.export is None else served_method(read_raw_config(self.export))
 
 
 @dataclass(frozen=True)

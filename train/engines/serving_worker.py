@@ -25,10 +25,16 @@ def main() -> None:
     jobs_file, results = Path(sys.argv[1]), Path(sys.argv[2])
     # The engine must be in this process: drafts are recorded from its scheduler.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    for index, job in enumerate(json.loads(jobs_file.read_text())):
+    jobs = json.loads(jobs_file.read_text())
+    has_dspark = '"method": "dspark"' in json.dumps(jobs)
+    if has_dspark:
+        interpret_triton_on_cpu()
+    for index, job in enumerate(jobs):
         print(f"=== job {index}: {job['kind']} {job['name']}", flush=True)
         try:
             import_vllm()
+            if has_dspark:
+                mend_norms_on_cpu()
             if job["kind"] == "bench":
                 result = bench(job)
             else:
@@ -41,6 +47,53 @@ def main() -> None:
         partial = results / f".{index}.partial"
         partial.write_text(json.dumps(result))
         os.replace(partial, results / f"{index}.json")
+
+
+def interpret_triton_on_cpu() -> None:
+    """Have vLLM run DSpark where there is no GPU, which vLLM does not offer.
+
+    Its Model Runner V2, the one that has DSpark, needs Triton. Interpreted, Triton's kernels run on the CPU,
+    some ten times as slowly, and compute what they compute on a GPU. vLLM looks for a backend of that name.
+    """
+    from types import SimpleNamespace
+
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    from triton.backends import backends
+
+    class Driver:
+        """What vLLM and Triton ask of a driver."""
+
+        is_active = staticmethod(lambda: True)
+        get_current_target = staticmethod(lambda: SimpleNamespace(backend="cpu", arch=0, warp_size=1))
+        get_current_device = staticmethod(lambda: 0)
+        get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
+        get_device_interface = staticmethod(lambda: torch.cpu)
+
+    backends.setdefault("cpu", SimpleNamespace(driver=Driver, compiler=None))
+
+
+def mend_norms_on_cpu() -> None:
+    """Have the norm of DSpark's keys take each layer's weights: vLLM's for the CPU takes those of layer 0.
+
+    Source: vllm#46761.
+    """
+    import torch
+    from vllm.model_executor.models import qwen3_dflash
+
+    if torch.cuda.is_available():
+        return
+    norm = qwen3_dflash.ops.rms_norm
+
+    def of_each_layer(out: Any, x: Any, weight: Any, epsilon: float) -> None:
+        parts = zip(out, x, weight, strict=True) if weight.dim() == 2 else [(out, x, weight)]
+        for part in parts:
+            norm(*part, epsilon)
+
+    qwen3_dflash.ops.rms_norm = of_each_layer
 
 
 def import_vllm() -> None:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from eagle31.decoding.replay import expected_replay, replay
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
-from eagle31.training.teacher_forced import acceptance_given_text, greedy_hits
+from eagle31.training.teacher_forced import acceptance_given_text, by_draft_length, greedy_hits
 from train.evaluation.intervals import acceptance_interval
 
 MAX_DRAFT_TOKENS = 8
@@ -69,7 +70,8 @@ def replay_greedily(
     found: list[Lengths] = []
     texts = hashlib.sha256()
     for batch in rows:
-        found += _by_document(batch, replay, *greedy_hits(drafter, frozen, batch, max_draft_tokens))
+        hits = partial(greedy_hits, drafter, frozen, batch)
+        found += _by_document(batch, replay, by_draft_length(drafter, max_draft_tokens, hits))
         texts.update(_texts_of(batch))
     return PromptAcceptance(tuple(found), texts.hexdigest())
 
@@ -93,9 +95,12 @@ def sampling_report(
     sampled: list[Lengths] = []
     texts = hashlib.sha256()
     for batch in rows:
-        greedy += _by_document(batch, replay, *greedy_hits(drafter, frozen, batch, max_draft_tokens))
-        given_text = acceptance_given_text(drafter, frozen, batch, max_draft_tokens, temperature)
-        sampled += _by_document(batch, expected_replay, *given_text)
+        hits = partial(greedy_hits, drafter, frozen, batch)
+        greedy += _by_document(batch, replay, by_draft_length(drafter, max_draft_tokens, hits))
+        given_text = partial(acceptance_given_text, drafter, frozen, batch, temperature=temperature)
+        sampled += _by_document(
+            batch, expected_replay, by_draft_length(drafter, max_draft_tokens, given_text)
+        )
         texts.update(_texts_of(batch))
     if not greedy:
         return None
@@ -116,8 +121,13 @@ def _texts_of(batch: PackedBatch) -> bytes:
     ).encode()
 
 
-def _by_document(batch: PackedBatch, rule: Rule, compared: Tensor, supervised: Tensor) -> list[Lengths]:
-    """Return the statistics of each document in a row on the CPU."""
-    lengths = range(1, supervised.shape[1] + 1)
-    documents = (batch.document_ids == index for index in range(int(batch.document_ids.max()) + 1))
-    return [tuple(rule(compared[rows], supervised[rows], k) for k in lengths) for rows in documents]
+def _by_document(
+    batch: PackedBatch, rule: Rule, by_length: Iterable[tuple[int, Tensor, Tensor]]
+) -> list[Lengths]:
+    """Return the statistics of each document in a row on the CPU, of what `by_draft_length` yields."""
+    documents = [batch.document_ids == index for index in range(int(batch.document_ids.max()) + 1)]
+    found = [
+        [rule(compared[rows], supervised[rows], k) for rows in documents]
+        for k, compared, supervised in by_length
+    ]
+    return list(zip(*found, strict=True))

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from data.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids
 from eagle31.export.write import check_config
 from eagle31.model.config import DrafterConfig
-from eagle31.model.drafter import Drafter
+from eagle31.model.kinds import new_drafter
 from train.config.run import RunConfig
 from train.config.training import Optimizer, Precision
 from train.drafter.shape import check_positions, complete_shape, fitted
@@ -66,7 +66,7 @@ class RunSizes:
     def tensors(self) -> dict[str, list[int]]:
         """Shapes of the trained tensors by name; the drafter is built without memory."""
         with torch.device("meta"):
-            drafter = Drafter(self.drafter, with_head=self.config.drafter.train_lm_head)
+            drafter = new_drafter(self.drafter, with_head=self.config.drafter.train_lm_head)
         return {name: list(parameter.shape) for name, parameter in drafter.named_parameters()}
 
     @cached_property

@@ -10,7 +10,7 @@ import yaml
 
 from data.target.checkpoint import is_hub_id
 from data.target.served import serving_engines, unserved
-from eagle31.export.layouts import Layout, layout_of
+from eagle31.export.layouts import Layout, layout_of, served_method
 from eagle31.json_files import read_json, write_text
 from train.config.data import SELF
 from train.config.target import EMBEDDED
@@ -59,12 +59,12 @@ def model_card(
     """
     drafter = run_info.get("hub_id") or "PATH_OF_THIS_DIRECTORY"
     (k, choice), layout = served_length(evaluation, serving), layout_of(config)
-    architecture = run_info["architecture"]
+    architecture, method = run_info["architecture"], served_method(config)
     data = " and ".join(dict.fromkeys(map(_data_name, run_info["train_data"])))
     target = run_info["target"] if is_hub_id(run_info["target"]) else "TARGET"
     return template(Path(__file__).parent / "templates" / "card.md").render(
-        front_matter=_front_matter(run_info),
-        variant="EAGLE 3.1" if config["fc_norm"] and config["norm_output"] else "EAGLE 3",
+        front_matter=_front_matter(run_info, method),
+        variant=_variant(config),
         target=target_name(run_info),
         warnings=warnings_of(evaluation, run_info),
         evaluation=evaluation,
@@ -74,7 +74,7 @@ def model_card(
         completions=describe_counts(evaluation["decoding"]["completions"]) if evaluation else "",
         served=_table(*speed_table(serving)) if serving else "",
         served_how=describe_serving(serving) if serving else "",
-        serve=serve_command(target, drafter, k, layout.value),
+        serve=serve_command(target, drafter, k, layout.value, method=method),
         choice=choice,
         architecture=architecture,
         layout=layout.value,
@@ -94,6 +94,7 @@ def serve_command(
     draft_tokens: int,
     layout: str = Layout.vllm.value,
     *,
+    method: str = "eagle3",
     on_cpu: bool = False,
 ) -> str:
     """Return the serve command. An export in speculators' layout names its target itself.
@@ -113,11 +114,17 @@ def serve_command(
             f"--speculative-num-steps {draft_tokens} --speculative-eagle-topk 1 "
             f"--speculative-num-draft-tokens {draft_tokens + 1}"
         )
-    speculative = {"model": drafter, "method": "eagle3", "num_speculative_tokens": draft_tokens}
+    speculative = {"model": drafter, "method": method, "num_speculative_tokens": draft_tokens}
     return f"{vllm} {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))}"
 
 
-def _front_matter(run_info: dict[str, Any]) -> str:
+def _variant(config: dict[str, Any]) -> str:
+    if served_method(config) == "dspark":
+        return "DSpark"
+    return "EAGLE 3.1" if config["fc_norm"] and config["norm_output"] else "EAGLE 3"
+
+
+def _front_matter(run_info: dict[str, Any], method: str) -> str:
     # The Hub accepts models and datasets by id only and would refuse a card with a path.
     fields: dict[str, Any] = {}
     if is_hub_id(run_info["target"]):
@@ -127,7 +134,7 @@ def _front_matter(run_info: dict[str, Any]) -> str:
         fields["license"] = run_info["license"]
     if datasets := [one for one in run_info["train_data"] if is_hub_id(one)]:
         fields["datasets"] = datasets
-    fields["tags"] = ["eagle3", "speculative-decoding", "vllm"]
+    fields["tags"] = [method, "speculative-decoding", "vllm"]
     return yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
 
 

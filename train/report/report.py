@@ -93,7 +93,8 @@ def write_page(output_dir: Path) -> Path:
             str(run_info["export"]),
             k,
             run_info.get("layout", Layout.vllm.value),
-            on_cpu=run_info.get("device") == "cpu",
+            method=run_info["method"],
+            on_cpu=run_info.get("device") == "cpu" and run_info["method"] == "eagle3",
         ),
         choice=choice,
     )

@@ -11,7 +11,9 @@ What is done here and in the files next to this one although DeepSpeed has a par
 
 import copy
 import io
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, redirect_stdout
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -23,12 +25,13 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from eagle31.model.drafter import Drafter
+from eagle31.model.eagle import EagleDrafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.drift import Drift, DriftRows, measure_drift
 from eagle31.training.schedule import RolloutSchedule
 from eagle31.training.step import DepthSums, rollout_loss
-from eagle31.training.teacher_forced import greedy_hits
+from eagle31.training.teacher_forced import by_draft_length, greedy_hits
 from train.trainer.engine_state import check_internals
 from train.trainer.matrices import is_matrix
 from train.trainer.optimizer import Muon
@@ -72,13 +75,16 @@ class TrainedModule(nn.Module):
             row_group=self.row_group,
         )
 
-    def hits(self, batch: PackedBatch, num_steps: int, chunk_rows: int) -> tuple[Tensor, Tensor]:
-        """Return which greedy drafts are right, for replay; see `greedy_hits`. Needs `gathered`."""
-        return greedy_hits(self._drafter(), self.frozen, batch, num_steps, chunk_rows)
+    def hits(self, batch: PackedBatch, longest: int, chunk_rows: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield which greedy drafts are right, by draft length; see `greedy_hits`. Needs `gathered`."""
+        drafter = self._drafter()
+        hits = partial(greedy_hits, drafter, self.frozen, batch, chunk_rows=chunk_rows)
+        return by_draft_length(drafter, longest, hits)
 
-    def drift(self, chosen: DriftRows) -> Drift:
-        """Measure drift; see `measure_drift`. Needs `gathered`."""
-        return measure_drift(self._drafter(), self.frozen, chosen)
+    def drift(self, chosen: DriftRows) -> Drift | None:
+        """Measure drift, which only chains have; see `measure_drift`. Needs `gathered`."""
+        drafter = self._drafter()
+        return measure_drift(drafter, self.frozen, chosen) if isinstance(drafter, EagleDrafter) else None
 
     def _drafter(self) -> Drafter:
         """Return the drafter with weights of the dtype that the step computes in.

@@ -9,20 +9,21 @@ from torch import Tensor
 from eagle31.kernels.newton_schulz import orthogonalization_elements, orthogonalization_flops, orthogonalize
 from train.trainer.engine_state import Fragment
 
-HEAD = "lm_head.weight"
+# Parts of the head, whose rows belong to tokens.
+_OF_TOKENS = ("lm_head.weight", "markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
     """Return whether Muon updates this weight of the drafter; AdamW updates the others.
 
-    Muon is for matrices between hidden states. A norm's weight is a vector. A row of the draft head belongs
-    to one token, and its gradient is as frequent as the token, which AdamW evens out.
+    Muon is for matrices between hidden states. A norm's weight is a vector. A row of the draft head or of the
+    Markov head belongs to one token, and its gradient is as frequent as the token, which AdamW evens out.
 
     A weight that has several projections, as DeepSeek's checkpoints have, counts as one matrix.
 
     Source: Keller Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024).
     """
-    return len(shape) == 2 and name != HEAD
+    return len(shape) == 2 and name not in _OF_TOKENS
 
 
 # Matrices of one shape are orthogonalized together up to this number of elements; larger ones one by one.

@@ -52,8 +52,7 @@ class ReplayValidation:
         totals = torch.zeros(num, 1 + num, dtype=torch.float64)
         with module.gathered():
             for batch in tracked(self.batches, "validation", "rows", shown=self.shows_progress):
-                hits, supervised = module.hits(batch, num, self.chunk_rows)
-                for k in range(1, num + 1):
+                for k, hits, supervised in module.hits(batch, num, self.chunk_rows):
                     stats = replay(hits, supervised, k)
                     totals[k - 1, 0] += stats.num_drafts
                     totals[k - 1, 1 : 1 + k] += torch.tensor(stats.accepted_per_position)
@@ -96,9 +95,10 @@ class DriftDiagnosis:
             self.chosen = choose_rows(batch, max_steps)
 
     def run(self, module: TrainedModule) -> dict[str, Any] | None:
-        """Return the numbers of a record; None on other ranks than 0, or without supervised drafts.
+        """Return the numbers of a record; None on other ranks than 0, without supervised drafts or a chain.
 
         Every rank calls.
         """
         with module.gathered():
-            return None if self.chosen is None else module.drift(self.chosen).record()
+            drift = None if self.chosen is None else module.drift(self.chosen)
+        return None if drift is None else drift.record()

@@ -14,7 +14,7 @@ from eagle31.cost.flops import (
 )
 from eagle31.training.step import rollout_loss, schedule_batch
 from tests.eagle31.naive import naive_loss
-from tests.eagle31.tiny import MLA, random_batch, tiny_config, tiny_drafter
+from tests.eagle31.tiny import DSPARK, MLA, random_batch, tiny_config, tiny_drafter
 
 LINEAR = ("aten.mm", "aten.addmm", "aten.addmm_")
 
@@ -67,7 +67,12 @@ def test_the_formula_is_pytorchs_count_where_every_row_is_computed() -> None:
 
 @pytest.mark.parametrize(
     ("head_trained", "changes"),
-    [(True, {"num_hidden_layers": 3}), (False, MLA | {"num_hidden_layers": 2})],
+    [
+        (True, {"num_hidden_layers": 3}),
+        (False, MLA | {"num_hidden_layers": 2}),
+        (True, DSPARK),
+        (False, DSPARK),
+    ],
 )
 def test_the_step_computes_what_the_formula_counts(head_trained: bool, changes: dict[str, Any]) -> None:
     config = tiny_config(**changes)

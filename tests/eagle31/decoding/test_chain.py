@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from eagle31.decoding.speculative import ChainDrafter
+from eagle31.decoding.speculative import new_sequence
 from eagle31.kernels import plain_attention
 from eagle31.training.rollout import rollout
-from tests.eagle31.tiny import MLA, random_batch, tiny_config, tiny_drafter
+from tests.eagle31.tiny import DSPARK, MLA, random_batch, tiny_config, tiny_drafter
 
 NUM_TOKENS = 4
 
@@ -21,6 +21,7 @@ NUM_TOKENS = 4
         MLA,
         {"sliding_window": 4, "num_hidden_layers": 2},
         {"sliding_window": 1},
+        DSPARK,
     ],
 )
 def test_drafts_equal_the_rollout_of_their_tokens(
@@ -39,7 +40,7 @@ def test_drafts_equal_the_rollout_of_their_tokens(
     config, new_positions = tiny_config(**changes), (7, 1, 12)
     drafter, frozen = tiny_drafter(config)
     batch = random_batch((sum(new_positions) + NUM_TOKENS,), config, seed=3)
-    chain, start = ChainDrafter(drafter, frozen), 0
+    chain, start = new_sequence(drafter, frozen), 0
     with torch.no_grad():
         for num_new in new_positions:
             stop = start + num_new
@@ -55,8 +56,8 @@ def test_drafts_equal_the_rollout_of_their_tokens(
     ids = frozen.draft_target_ids
     assert ids is not None
     expected = []
-    for normed, _ in rollout(drafter, frozen.embed_tokens, batch, rows, NUM_TOKENS):
-        logits = drafter.lm_head(normed)[0].detach()
+    for read in rollout(drafter, frozen.embed_tokens, batch, rows, NUM_TOKENS):
+        logits = (read[0] @ drafter.head(None).t()).detach()
         expected.append(int(ids[logits.argmax()]))
     assert draft == expected
     assert max(held) <= most

@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from data.target.head import TargetHead
 from data.target.modules import TargetModules, locate
 from eagle31.decoding.replay import replayed_drafts
 from eagle31.decoding.speculative import decode_speculatively
+from eagle31.model.config import DSparkShape
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.training.teacher_forced import greedy_hits
-from tests.eagle31.tiny import MLA, tiny_config
+from eagle31.model.kinds import new_drafter
+from eagle31.training.teacher_forced import by_draft_length, greedy_hits
+from tests.eagle31.tiny import DSPARK, MLA, tiny_config
 
 VOCAB = 7  # so small that an untrained drafter is right now and then
 END = 6
@@ -54,7 +57,7 @@ def drafter_for(modules: TargetModules, **changes: object) -> tuple[Drafter, Fro
             **changes,
         }
     )
-    drafter = Drafter(config).requires_grad_(False)
+    drafter = new_drafter(config).requires_grad_(False)
     ids = torch.tensor([0, 1, 3, 4, 6]) if config.pruned else None
     embed = modules.embed_tokens.get_parameter("weight")
     return drafter, FrozenParts(embed, TargetHead(modules.final_norm, modules.lm_head), ids, None)
@@ -93,8 +96,9 @@ def cases() -> list[Case]:
         ({"fc_norm": False, "norm_output": False}, [4]),
         ({"draft_vocab_size": VOCAB}, [4]),
         (MLA | {"num_attention_heads": 4, "num_hidden_layers": 2}, [4]),
+        (DSPARK | {"dspark": DSparkShape(4, END, 5)}, [1, 2, 4]),
     ],
-    ids=["eagle3.1", "eagle3", "full vocabulary", "mla"],
+    ids=["eagle3.1", "eagle3", "full vocabulary", "mla", "dspark"],
 )
 def test_completions_are_the_targets_and_replay_equals_decoding(
     cases: list[Case], changes: dict, lengths: Sequence[int]
@@ -103,10 +107,12 @@ def test_completions_are_the_targets_and_replay_equals_decoding(
     target = TargetDecoder(model, modules, AUX)
     drafter, frozen = drafter_for(modules, **changes)
     batches = [pack_row([case.sample], len(case.sample.input_ids)) for case in cases]
-    compared = [greedy_hits(drafter, frozen, batch, max(lengths)) for batch in batches]
+    hits_of = [partial(greedy_hits, drafter, frozen, batch) for batch in batches]
+    by_length = zip(*(by_draft_length(drafter, max(lengths), hits) for hits in hits_of), strict=True)
+    compared = {of_batches[0][0]: [one[1:] for one in of_batches] for of_batches in by_length}
     for k in lengths:
         accepted: list[int] = []
-        for case, (hits, supervised) in zip(cases, compared, strict=True):
+        for case, (hits, supervised) in zip(cases, compared[k], strict=True):
             ours = decode_speculatively(target, drafter, frozen, case.prompt, draft_tokens=k, **LIMITS)
             assert ours.token_ids == case.completion
             assert len(ours.token_ids) == LIMITS["max_new_tokens"] or ours.token_ids[-1] == END

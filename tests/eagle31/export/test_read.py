@@ -16,7 +16,7 @@ from tests.eagle31.export.exports import (
     export,
     rename,
 )
-from tests.eagle31.tiny import BIASES, MLA, QK_NORM, VOCAB, WIDE_MLA
+from tests.eagle31.tiny import BIASES, DSPARK, MLA, QK_NORM, VOCAB, WIDE_MLA
 
 CPU = torch.device("cpu")
 
@@ -28,6 +28,7 @@ CPU = torch.device("cpu")
         (Layout.vllm, WIDE_MLA | {"rope_parameters": LATENT_YARN}),
         (Layout.speculators, QK_NORM | {"attention_bias": True, "aux_layer_ids": (0, 1, 2, 3, 5)}),
         (Layout.vllm, BIASES),
+        (Layout.vllm, DSPARK),
         (Layout.sglang, {"num_hidden_layers": 3}),
         (Layout.speculators, {"num_hidden_layers": 2, "aux_layer_ids": (1, 3), "rope_parameters": LLAMA3}),
     ],
@@ -97,6 +98,22 @@ def test_what_a_checkpoint_leaves_to_its_target(tmp_path: Path) -> None:
     wider = TargetDefaults(6, torch.zeros(VOCAB, 20), torch.zeros(VOCAB, 20))
     with pytest.raises(UserError, match=r"target_hidden_size="):
         load_export(tmp_path / "e", CPU, target=wider)
+
+
+def test_dspark_as_deepspec_publishes_it(tmp_path: Path) -> None:
+    expected = export(tmp_path / "e", **DSPARK, target_hidden_size=16, draft_vocab_size=VOCAB)
+    path = tmp_path / "e" / "model.safetensors"
+    tensors = load_file(path) | {"confidence_head.proj.weight": torch.ones(1, 21)}
+    target = TargetDefaults(6, tensors.pop("embed_tokens.weight"), tensors.pop("lm_head.weight"))
+    save_file(tensors, path)
+    edit_config(tmp_path / "e", enable_confidence_head=True, confidence_head_with_markov=True)
+    loaded = load_export(tmp_path / "e", CPU, target=target)
+    assert torch.equal(drafted(loaded), expected)
+    assert loaded.drafter.config.aux_layer_ids == (0, 2, 5)  # target_layer_ids: -1, 1 and 4
+    assert ["confidence head" in note for note in loaded.notes] == [True]
+    edit_config(tmp_path / "e", markov_head_type="gated")
+    with pytest.raises(UserError, match="markov_head_type=gated"):
+        load_export(tmp_path / "e", CPU, target=target)
 
 
 def test_a_draft_vocabulary_is_checked(tmp_path: Path) -> None:

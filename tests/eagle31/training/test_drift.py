@@ -41,18 +41,28 @@ def measured(drafter: Drafter, frozen: FrozenParts, chosen: DriftRows) -> Drift:
 
 
 @pytest.mark.parametrize("changes", [EAGLE3, MLA, WINDOW], ids=str)
-def test_states_and_drafts_are_those_of_the_fast_path(changes: dict[str, Any]) -> None:
+def test_states_and_drafts_are_those_of_the_fast_path(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     drafter, frozen, chosen = small(**changes)
     # The text of one row is what the drafter drafts there, so that there is something to accept.
     batch = chosen.batch
     assert frozen.draft_target_ids is not None
-    (normed, _) = next(rollout(drafter, frozen.embed_tokens, batch, chosen.rows[:1], 1))
+    normed = next(rollout(drafter, frozen.embed_tokens, batch, chosen.rows[:1], 1))
     ids = batch.input_ids.clone()
     ids[chosen.rows[0] + 2] = frozen.draft_target_ids[drafter.lm_head(normed).argmax()]
     chosen = replace(chosen, batch=(batch := replace(batch, input_ids=ids)))
     found = measured(drafter, frozen, chosen)
-    steps = list(rollout(drafter, frozen.embed_tokens, batch, chosen.rows, NUM_STEPS))
-    rms = [float((state.detach() ** 2).mean(-1).sqrt().mean()) for _, state in steps]
+    fed_back: list[Tensor] = []
+    final_states = drafter.final_states
+
+    def noted(output: Tensor) -> tuple[Tensor, Tensor]:
+        fed_back.append(final_states(output)[1])
+        return final_states(output)
+
+    monkeypatch.setattr(drafter, "final_states", noted)
+    list(rollout(drafter, frozen.embed_tokens, batch, chosen.rows, NUM_STEPS))
+    rms = [float((state.detach() ** 2).mean(-1).sqrt().mean()) for state in fed_back]
     assert found.state_rms == pytest.approx(rms, rel=1e-9)
     hits, supervised = greedy_hits(drafter, frozen, batch, NUM_STEPS)
     assert bool(supervised[chosen.rows].all())

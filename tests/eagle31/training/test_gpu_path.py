@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from eagle31.kernels import dispatch, packed_attention
-from eagle31.training import rollout
+from eagle31.training import attention
 from eagle31.training.step import rollout_loss, schedule_batch
 from tests.eagle31.kernels.cuda_kernel import CudaKernel
 from tests.eagle31.tiny import (
     BIASES,
+    DSPARK,
     EAGLE3,
     MLA,
     QK_NORM,
@@ -36,6 +37,8 @@ CASES: dict[str, tuple[dict[str, Any], int | None]] = {
         QK_NORM | {"num_hidden_layers": 2, "attention_bias": True, "sliding_window": 2},
         None,
     ),
+    "dspark": (DSPARK, None),
+    "dspark in chunks": (DSPARK, 3),
 }
 
 
@@ -43,7 +46,7 @@ CASES: dict[str, tuple[dict[str, Any], int | None]] = {
 def test_loss_and_gradients_are_the_cpus(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = gradients(*CASES[case], torch.float64)
     monkeypatch.setattr(dispatch, "has_triton", lambda _: True)
-    monkeypatch.setattr(rollout, "_uses_packed_kernel", lambda *_: True)
+    monkeypatch.setattr(attention, "_uses_packed_kernel", lambda *_: True)
     monkeypatch.setattr(packed_attention, "kernels", CudaKernel())
     found = gradients(*CASES[case], torch.float32)
     for name, exact in expected.items():

@@ -24,7 +24,7 @@ def test_a_row_reads_the_states_of_its_document_up_to_its_own_within_the_window(
     aux = batch.aux_hidden_states.clone().requires_grad_()
     rows = torch.arange(100)
     steps = rollout(drafter, frozen.embed_tokens, replace(batch, aux_hidden_states=aux), rows, 3)
-    for step, (normed, _) in enumerate(steps):
+    for step, normed in enumerate(steps):
         for row in (0, 3, 39, 40, 47, 99):
             (grad,) = torch.autograd.grad(normed[row].sum(), aux, retain_graph=True)
             touched = torch.nonzero(grad.abs().sum((1, 2)) > 0).squeeze(1).tolist()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from data.target.head import TargetHead
-from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
+from eagle31.model.kinds import new_drafter
 from eagle31.training.reference import reference_loss
 from scripts.bench.step_inputs import Shape, packed_rows, random_weights, write_inputs
 from tests.runs.forked import ROOT
@@ -26,7 +26,7 @@ def losses(name: str, shape: Shape, path: Path, norm_output: bool) -> tuple[floa
     (batch,) = write_inputs(path, shape, packed_rows(shape, 1), "float32")
     [found] = command("step").run_side(name, shape, path, "cpu", "float32")["loss"]
     weights = random_weights(shape.config(), torch.Generator().manual_seed(0))
-    drafter = Drafter(replace(shape.config(), norm_output=norm_output))
+    drafter = new_drafter(replace(shape.config(), norm_output=norm_output))
     drafter.load_state_dict({name: weights[name] for name in drafter.state_dict()})
     head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
     head.load_state_dict({"weight": weights["target_head"]})

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data.samples import CapturedSample
-from eagle31.decoding.speculative import ChainDrafter
+from eagle31.decoding.speculative import new_sequence
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
@@ -59,7 +59,7 @@ class Case:
 
 def drafted(drafter: Drafter, frozen: FrozenParts, sample: CapturedSample) -> tuple[PlacedDraft, ...]:
     """Decode the text with a key/value cache, as an engine does."""
-    chain, drafts = ChainDrafter(drafter, frozen), []
+    chain, drafts = new_sequence(drafter, frozen), []
     text, start, position = sample.input_ids.tolist(), 0, 1
     completion = text[NUM_PROMPT_TOKENS:]
     while position < len(completion):

@@ -32,7 +32,7 @@ from data.embedded.tokenizer import save_tokenizer, train_tokenizer
 from data.embedded.training import TrainingSettings, encode, initialize, pretrain
 from eagle31.export.write import write_export
 from eagle31.json_files import write_text
-from eagle31.model.drafter import Drafter
+from eagle31.model.kinds import new_drafter
 from eagle31.model.vocab import build_draft_vocab
 from tests.shared import TRAINING_CODE, make_cached
 from train.config.compose import composed
@@ -113,6 +113,7 @@ NARROWER = ("drafter.hidden_size=32", "drafter.intermediate_size=96")
 WIDER = ("drafter.hidden_size=96", "drafter.num_attention_heads=3", "drafter.num_key_value_heads=1")
 BF16 = ("export.dtype=bfloat16",)
 MLA = ("drafter.attention=mla",)
+DSPARK = ("drafter=dspark", "drafter.markov_rank=16")
 QK_NORM = ("drafter.attention=gqa_qk_norm",)
 SPECULATORS = ("export.layout=speculators",)
 SGLANG = ("export.layout=sglang",)
@@ -153,6 +154,7 @@ CASES = {
     "eagle3_speculators_pruned_two_aux": DrafterCase(
         "llama", EAGLE3 + PRUNED + SPECULATORS + NORM_BEFORE + aux(2, 5)
     ),
+    "dspark": DrafterCase("llama", DSPARK + PRUNED + TWO_LAYERS + aux(1, 3, 5), core=True),
     "eagle31_mla": DrafterCase("deepseek_yarn", MLA + PRUNED + aux(1, 3, 5), core=True),
     "eagle3_mla_norm_before_two_layers_full_vocab": DrafterCase(
         "deepseek_yarn", MLA + EAGLE3 + NORM_BEFORE + TWO_LAYERS + aux(2, 5)
@@ -168,6 +170,8 @@ PUBLISHED = (
     "eagle31_full_vocab_speculators",
     "eagle31_mla",
 )
+# vLLM has DSpark in Model Runner V2 alone.
+ON_V2_ALONE = tuple(name for name, case in CASES.items() if "drafter=dspark" in case.overrides)
 CORE = tuple(name for name, case in CASES.items() if case.core)
 
 
@@ -282,7 +286,7 @@ def save_start(directory: Path, config: RunConfig, parts: tuple[str, ...]) -> No
     changes: dict[str, Any] = dict.fromkeys(parts, True)
     shape = replace(context.drafter.config(), **changes)
     torch.manual_seed(0)
-    drafter = Drafter(shape)
+    drafter = new_drafter(shape)
     initialize_drafter(drafter)
     for name, parameter in drafter.named_parameters():
         if name.endswith("bias"):

@@ -147,6 +147,7 @@ def run_info() -> dict[str, Any]:
         "num_samples": 9120,
         "num_tokens": 2_214_336,
         "ttt_steps": 7,
+        "method": "eagle3",
         "steps": 400,
         "best_step": 360,
         "versions": {"torch": "2.13.0", "transformers": "5.19.0", "deepspeed": "0.19.8"},

@@ -44,6 +44,16 @@ def test_two_processes_train_as_one_does(results: dict[int, dict], stage: int) -
         assert run["weights"] == pytest.approx(reference["weights"], rel=1e-4, abs=1e-4)
 
 
+def test_dspark_trains_in_chunks_on_two_processes_at_zero_3_as_on_one(results: dict[int, dict]) -> None:
+    (reference, run) = runs(results, "dspark")
+    assert reference["losses"][-1] < reference["losses"][0]
+    assert sum(reference["replay"]["3"][1:]) > 0
+    assert run["losses"] == pytest.approx(reference["losses"], rel=1e-5)
+    assert run["grad_norms"] == pytest.approx(reference["grad_norms"], rel=1e-4)
+    assert run["replay"] == reference["replay"]
+    assert run["weights"] == pytest.approx(reference["weights"], rel=1e-4, abs=1e-4)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_two_processes_that_share_rows_train_as_one_does(results: dict[int, dict], stage: int) -> None:
     run, reference = results[2][f"shared-zero{stage}"], results[1]["zero0"]

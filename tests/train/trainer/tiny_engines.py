@@ -1,5 +1,6 @@
 """What the workers train: a tiny drafter's model engine at any ZeRO stage, on random samples."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,8 +33,9 @@ def new_engine(
     *,
     offload: bool = False,
     groups: RowGroups | None = None,
+    changes: Mapping[str, Any] = {},
 ) -> Any:
-    drafter, frozen = tiny_drafter(tiny_config(), torch.bfloat16 if bf16 else torch.float32)
+    drafter, frozen = tiny_drafter(tiny_config(**changes), torch.bfloat16 if bf16 else torch.float32)
     row_group = None if groups is None else groups.on_device
     module = TrainedModule(drafter.float(), frozen, num_steps=3, step_decay=0.8, row_group=row_group)
     config = deepspeed_config(
