@@ -70,6 +70,7 @@ def test_overrides_reach_their_fields_with_the_right_types() -> None:
         ("data.max_tokens", 2049),
         ("deepspeed.offload_optimizer", True),
         ("evaluate.max_new_tokens", 2048),
+        ("drafter.init_revision", "main"),
         ("vllm.engine_args", {"model": "a"}),
         ("vllm.engine_args", {"tensor_parallel_size": "eight"}),
         ("vllm.engine_args", {"gpu_memory_utilization": float("nan")}),
