@@ -79,7 +79,9 @@ def model_card(
         architecture=architecture,
         layout=layout.value,
         on_cpu=_ON_CPU,
-        engines=serving_engines(architecture),
+        method=method,
+        # DSpark needs of the target what EAGLE 3 needs, and its export has vLLM's layout alone.
+        engines=serving_engines(architecture)[: 1 if method == "dspark" else None],
         unserved=unserved(architecture, layout),
         target_is_local=target != run_info["target"],
         data=data,

@@ -4,8 +4,9 @@ from typing import Any
 import pytest
 
 from eagle31.errors import UserError
-from eagle31.model.shapes import MlaShape
-from tests.eagle31.tiny import MLA, tiny_config
+from eagle31.model.config import DSparkShape
+from eagle31.model.shapes import GqaShape, MlaShape
+from tests.eagle31.tiny import DSPARK, MLA, VOCAB, tiny_config
 
 
 def mla_with(**changes: int) -> dict[str, Any]:
@@ -28,6 +29,10 @@ def with_rope(**changes: Any) -> dict[str, Any]:
         (lambda: {"draft_vocab_size": 62}, "draft_vocab_size"),
         (lambda: {"sliding_window": 0}, "sliding_window"),
         (lambda: MLA | {"sliding_window": 64}, "sliding_window"),
+        (lambda: DSPARK | {"attention": GqaShape()}, "attention"),
+        (lambda: DSPARK | {"norm_output": True}, "norm_output"),
+        (lambda: DSPARK | {"sliding_window": 8}, "sliding_window"),
+        (lambda: DSPARK | {"dspark": DSparkShape(3, VOCAB, 5)}, "mask_token_id"),
         (lambda: with_rope(rope_type="dynamic", factor=2.0), "rope_parameters.rope_type"),
         (lambda: with_rope(rope_type="linear"), "rope_parameters.factor"),
         (

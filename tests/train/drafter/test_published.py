@@ -22,7 +22,7 @@ from tests.train.drafter.tiny_export import (
 )
 from train.artifact import Artifact
 from train.config.data import DataConfig
-from train.config.drafter import DrafterShape
+from train.config.drafter import DrafterShape, Method
 from train.config.run import RunConfig, Stage
 from train.config.target import TargetConfig
 from train.config.training import Precision
@@ -169,6 +169,7 @@ def test_positions_reach_those_of_the_target(spec: TargetSpec, tmp_path: Path) -
     ("shape", "found"),
     [
         ({"intermediate_size": 48}, "24"),
+        ({"method": Method.dspark}, "eagle"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, "llama3"),
     ],
 )
@@ -179,7 +180,7 @@ def test_a_conflict_names_both(
     with pytest.raises(UserError) as raised:
         check_drafter(context(spec, checkpoint, tmp_path, **shape))
     assert raised.value.field == f"drafter.{name}"
-    assert str(given) in str(raised.value)
+    assert str(getattr(given, "value", given)) in str(raised.value)
     assert found in str(raised.value)
 
 

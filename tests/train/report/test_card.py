@@ -8,6 +8,9 @@ import pytest
 import yaml
 
 from data.target.served import engines
+from eagle31.export.config_json import config_json
+from eagle31.export.layouts import Layout
+from tests.eagle31.tiny import DSPARK, tiny_config
 from tests.train.report.finished_run import evaluation, run_info, serving
 from train.report.card import model_card, serve_command
 
@@ -87,6 +90,18 @@ def test_serve_command_survives_the_shell() -> None:
     assert words[:4] == ["vllm", "serve", "/models/my target", "--speculative-config"]
     expected = {"model": "/runs/it's/export", "method": "eagle3", "num_speculative_tokens": 3}
     assert json.loads(words[4]) == expected
+
+
+def test_a_dspark_drafter_is_served_as_one() -> None:
+    config = config_json(tiny_config(**DSPARK), Layout.vllm, "bfloat16")
+    card = model_card(run_info() | {"architecture": "LlamaForCausalLM"}, evaluation(), config)
+    assert "# DSpark drafter for" in card
+    assert '"method": "dspark"' in card
+    assert front_matter(card)["tags"][0] == "dspark"
+    assert "which runs on GPUs. The server's `/metrics` count" in card
+    assert "DSpark for the target's architecture, `LlamaForCausalLM`, is in vLLM" in card
+    assert "SGLang" not in card
+    assert "package for CPUs" not in card
 
 
 def test_the_serve_command_of_other_layouts() -> None:
