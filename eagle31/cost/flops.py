@@ -164,7 +164,8 @@ def _dspark_flops(config: DrafterConfig, dspark: DSparkShape, counts: StepCounts
     whose gradient is computed as a whole, also where the draft head is frozen.
     """
     hidden, target, layers = config.hidden_size, config.target_hidden_size, config.num_hidden_layers
-    queries = counts.rows[0] * len(counts.rows)
+    of_row = dspark.num_queries(len(counts.rows))
+    queries = counts.rows[0] * of_row
     context_pairs = counts.causal_pairs * queries // max(counts.rolled_out, 1)
     of, heads = attention_projections(config), config.num_attention_heads
     keys = (counts.keys + queries) * of.key_width
@@ -173,7 +174,7 @@ def _dspark_flops(config: DrafterConfig, dspark: DSparkShape, counts: StepCounts
         fusion=4 * counts.keys * len(config.aux_layer_ids) * target * hidden,
         projections=6 * layers * hidden * (keys + queries * (of.query_width + heads * config.value_width)),
         mlp=6 * layers * queries * 3 * hidden * config.intermediate_size,
-        attention=6 * layers * (context_pairs + queries * len(counts.rows)) * widths,
+        attention=6 * layers * (context_pairs + queries * of_row) * widths,
         head=6 * counts.rolled_out * (hidden + dspark.markov_rank) * config.draft_vocab_size,
         teacher=2 * counts.teachers * target * config.draft_vocab_size,
     )

@@ -66,7 +66,7 @@ def step_memory(
     """
     num_aux, width = len(config.aux_layer_ids), head_width(config)
     # DSpark's two heads are one matrix, a copy that is made for the step. Chunks pass its gradients on, too.
-    joined = config.dspark is not None
+    joined = config.dspark is not None and not config.dspark.is_dflash
     head = config.draft_vocab_size * width if head_trained or joined else 0
     narrow = itemsize < _WIDE
     num_rows = 2 if device == "cuda" else 1
@@ -200,14 +200,19 @@ class _Step:
         kept = states + layers * self.keys(later) + self.rows(counts.rolled_out)
         return kept + (layers - 1) * self.rows(later) + self.dropped(counts)
 
+    def queries(self, counts: StepCounts) -> int:
+        """Return the queries of DSpark, supervised or not."""
+        assert self.config.dspark is not None
+        return counts.rows[0] * self.config.dspark.num_queries(len(counts.rows))
+
     def context_activations(self, keys: int) -> int:
         """Return the bytes of DSpark's context, of which every layer makes keys and values."""
         normed = keys * self.config.hidden_size * self.itemsize
         return self.fusion(keys) + normed + self.config.num_hidden_layers * self.keys(keys)
 
     def dspark_activations(self, counts: StepCounts) -> int:
-        """Return the bytes of DSpark's queries: one for each step of a row, supervised or not."""
-        queries, hidden = counts.rows[0] * len(counts.rows), self.config.hidden_size
+        """Return the bytes of DSpark's queries."""
+        queries, hidden = self.queries(counts), self.config.hidden_size
         # The output once more, with the queries of a row next to each other.
         folded = queries * self.query_width * self.itemsize
         layer = self.rows(queries) + self.keys(queries) + folded
@@ -292,7 +297,7 @@ class _Step:
 
     def dspark_backward(self, counts: StepCounts) -> int:
         """Return `backward` of DSpark, whose attention among a draft's queries is computed in float32."""
-        queries, hidden = counts.rows[0] * len(counts.rows), self.config.hidden_size
+        queries, hidden = self.queries(counts), self.config.hidden_size
         inner = self.config.intermediate_size
         attention = queries * self.query_width * (3 * self.itemsize + 6 * _WIDE)
         attention += counts.keys * self.key_value_width * (self.itemsize + _WIDE)

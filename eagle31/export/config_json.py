@@ -1,11 +1,12 @@
 """The config.json of an export."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from eagle31.errors import UserError
-from eagle31.export.layouts import DSPARK, IDS, SPECULATORS_TOP, Layout, Verifier, sglang_ids
-from eagle31.model.config import DrafterConfig
+from eagle31.export.layouts import DFLASH, DSPARK, IDS, SPECULATORS_TOP, Layout, Verifier, sglang_ids
+from eagle31.model.config import DrafterConfig, DSparkShape
 from eagle31.model.shapes import AttentionShape, GqaShape, MlaShape, NormedGqaShape
 
 _NOT_IN_SGLANG = ("norm_before_residual", "sliding_window", "attention_bias", "mlp_bias")
@@ -54,7 +55,7 @@ FORMATS: dict[type[AttentionShape], AttentionFormat] = {
         in_sglang=True,
     ),
     NormedGqaShape: AttentionFormat(
-        architectures=("Eagle3Qwen3ForCausalLM", DEEPSPEC, DSPARK),
+        architectures=("Eagle3Qwen3ForCausalLM", DEEPSPEC, DSPARK, DFLASH),
         model_types=("qwen3",),
         default_positions=32768,
         required_keys=("num_key_value_heads", "head_dim"),
@@ -84,22 +85,15 @@ def config_json(
         UserError: vLLM does not read this layout for this drafter.
 
     Source: models/llama_eagle3.py, models/deepseek_eagle3.py and transformers_utils/configs/speculators of
-    vLLM, which read it; for DSpark qwen3_dspark.py.
+    vLLM, which read it; for DSpark qwen3_dspark.py, and qwen3_dflash.py.
     """
     drafter = _drafter_json(config, dtype)
     if config.dspark is not None:
         if layout is not Layout.vllm:
-            raise UserError("export.layout", layout.value, "DSpark drafters need export.layout=vllm.")
-        return {name: value for name, value in drafter.items() if name not in _EAGLE_KEYS} | {
-            "architectures": [DSPARK],
-            "target_layer_ids": sglang_ids(config.aux_layer_ids),  # they count layer outputs too
-            "mask_token_id": config.dspark.mask_token_id,
-            "block_size": config.dspark.size,
-            "markov_rank": config.dspark.markov_rank,
-            "markov_head_type": "vanilla",
-            "enable_confidence_head": False,
-            "sample_from_anchor": True,
-        }
+            raise UserError("export.layout", layout.value, "DSpark and DFlash need export.layout=vllm.")
+        return {name: value for name, value in drafter.items() if name not in _EAGLE_KEYS} | _dspark_json(
+            config.dspark, config.aux_layer_ids
+        )
     if layout is Layout.sglang:
         _check_sglang(config)
         drafter["eagle_config"][IDS] = sglang_ids(config.aux_layer_ids)
@@ -126,6 +120,22 @@ def config_json(
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
         "transformer_layer_config": {key: value for key, value in drafter.items() if key != "architectures"},
+    }
+
+
+def _dspark_json(shape: DSparkShape, aux_layer_ids: Sequence[int]) -> dict[str, Any]:
+    """Return the keys that DSpark or DFlash has in addition."""
+    context: dict[str, Any] = {"mask_token_id": shape.mask_token_id}
+    context["target_layer_ids"] = sglang_ids(aux_layer_ids)  # they count layer outputs too
+    if shape.is_dflash:
+        return {"architectures": [DFLASH], "block_size": shape.size + 1, "dflash_config": context}
+    return context | {
+        "architectures": [DSPARK],
+        "block_size": shape.size,
+        "markov_rank": shape.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": False,
+        "sample_from_anchor": True,
     }
 
 

@@ -18,7 +18,7 @@ PICKLED_WEIGHTS, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.j
 # Of the names in TorchSpec's checkpoints, which torch's dcp_to_torch makes a file of `torch.save`.
 TORCHSPEC_PREFIX = "model_state.model.draft_model."
 
-DSPARK = "Qwen3DSparkModel"  # the architecture of its drafters
+DSPARK, DFLASH = "Qwen3DSparkModel", "DFlashDraftModel"  # the architectures of their drafters
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 # The architectures as which vLLM loads the layers of speculators' drafters, by their model_type.
@@ -68,7 +68,8 @@ def sglang_ids(aux_layer_ids: Sequence[int]) -> list[int]:
 
 def served_method(raw: dict[str, Any]) -> str:
     """Return the `method` of vLLM's speculative config for a parsed config.json."""
-    return "dspark" if DSPARK in (raw.get("architectures") or ()) else "eagle3"
+    methods = {DSPARK: "dspark", DFLASH: "dflash"}
+    return next((methods[one] for one in raw.get("architectures") or () if one in methods), "eagle3")
 
 
 def layer_config(raw: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from eagle31.export.config_json import (
     TOKEN_IDS,
     AttentionFormat,
 )
-from eagle31.export.layouts import DSPARK, IDS, Layout, layer_config, layout_of
+from eagle31.export.layouts import DFLASH, DSPARK, IDS, Layout, layer_config, layout_of
 from eagle31.model.config import DrafterConfig, DSparkShape
 from eagle31.model.shapes import AttentionShape, MlaShape
 
@@ -131,7 +131,13 @@ def _attention_heads(kind: type[AttentionShape], layer: dict[str, Any]) -> dict[
 
 
 def _dspark(layer: dict[str, Any]) -> DSparkShape | None:
-    """Return what a DSpark drafter has in addition; None for others."""
+    """Return what DSpark or DFlash has in addition; None for EAGLE."""
+    if DFLASH in layer["architectures"]:
+        context = layer.get("dflash_config") or {}
+        for name in ("causal", "use_swa", "attention_sink_bias", "attention_value_scale"):
+            if context.get(name):
+                raise UserError(f"dflash_config.{name}", context[name], "DFlash with this is not supported.")
+        return DSparkShape(layer["block_size"] - 1, context["mask_token_id"], markov_rank=0)
     if DSPARK not in layer["architectures"]:
         return None
     for name, expected in (("markov_head_type", "vanilla"), ("sample_from_anchor", True)):
@@ -233,7 +239,8 @@ def vllm_default_ids(num_target_layers: int) -> tuple[int, ...]:
 def stated_ids(layer: dict[str, Any]) -> tuple[int, ...]:
     """Return a layer config's aux layer ids as vLLM captures them: each once, ascending; maybe none."""
     ids = layer.get(IDS) or (layer.get("eagle_config") or {}).get(IDS)
-    of_outputs = layer.get("target_layer_ids") or ()  # DeepSpec's, which count the outputs of layers
+    # DeepSpec's and DFlash's, which count the outputs of layers.
+    of_outputs = (layer.get("dflash_config") or layer).get("target_layer_ids") or ()
     return tuple(sorted(set(ids or [i + 1 for i in of_outputs])))
 
 

@@ -17,16 +17,27 @@ _EAGLE_PARTS = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_f
 
 @dataclass(frozen=True)
 class DSparkShape:
-    """What a drafter has that drafts all tokens in one pass: DSpark (arXiv 2607.05147)."""
+    """What a drafter has that drafts all tokens in one pass.
+
+    DFlash (arXiv 2602.06036) has no Markov head, and its first query, the anchor, is none of the draft's.
+    """
 
     size: int  # the tokens of a draft, where nothing else says how many
     mask_token_id: int  # of the queries after the first, whose tokens are not known yet
-    markov_rank: int  # of the head by which a draft token changes the logits of the next
+    markov_rank: int  # of the head by which a draft token changes the logits of the next; 0: DFlash
 
     def __post_init__(self) -> None:
-        for name in ("size", "markov_rank"):
-            if getattr(self, name) < 1:
-                raise UserError(f"drafter.{name}", getattr(self, name), "It must be at least 1.")
+        for name, least in (("size", 1), ("markov_rank", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"drafter.{name}", getattr(self, name), f"It must be at least {least}.")
+
+    @property
+    def is_dflash(self) -> bool:
+        return not self.markov_rank
+
+    def num_queries(self, num_tokens: int) -> int:
+        """Return the queries of a draft of so many tokens."""
+        return num_tokens + self.is_dflash
 
 
 @dataclass(frozen=True)

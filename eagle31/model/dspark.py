@@ -1,12 +1,14 @@
-"""The DSpark drafter: all tokens of a draft in one pass.
+"""The DSpark drafter, and DFlash: all tokens of a draft in one pass.
 
 The keys and values of the context are functions of the fused captured states alone, in every layer. The
 queries of a draft are its anchor, the last token that the target sampled, and mask tokens at the positions
 after it. They attend to the context before the anchor and, in both directions, to each other. Query j gives
 the logits of the token j + 1 positions after the anchor. The Markov head adds a function of the token before
-it, so that tokens are chosen from left to right.
+it, so that tokens are chosen from left to right. In DFlash, without this head, a mask token gives the logits
+of the token at its own position, so that a draft has one query more.
 
-Source: DSpark (arXiv 2607.05147); `qwen3_dflash.py` and `qwen3_dspark.py` of vLLM, which serve it.
+Sources: DSpark (arXiv 2607.05147), DFlash (arXiv 2602.06036); `qwen3_dspark.py` and `qwen3_dflash.py` of
+vLLM, which serve them.
 """
 
 from collections.abc import Sequence
@@ -39,7 +41,8 @@ class DSparkDrafter(Drafter):
     def __init__(self, config: DrafterConfig, with_head: bool = True) -> None:
         norms = {"hidden_norm": RMSNorm(config.hidden_size, eps=config.rms_norm_eps)}
         super().__init__(config, with_head, norms, [False] * config.num_hidden_layers)
-        self.markov_head = MarkovHead(config, self.shape.markov_rank)
+        if not self.shape.is_dflash:
+            self.markov_head = MarkovHead(config, self.shape.markov_rank)
 
     @property
     def shape(self) -> DSparkShape:
@@ -62,7 +65,8 @@ class DSparkDrafter(Drafter):
 
     def head(self, frozen: nn.Linear | None) -> Tensor:
         """Return the draft head and the Markov head side by side, [Vd, H + r]."""
-        return torch.cat([(frozen or self.lm_head).weight, self.markov_head.markov_w2.weight], dim=1)
+        weight = (frozen or self.lm_head).weight
+        return weight if self.shape.is_dflash else torch.cat([weight, self.markov_head.markov_w2.weight], 1)
 
     def draft(
         self,
@@ -80,33 +84,36 @@ class DSparkDrafter(Drafter):
             position_ids: int64 [R], the anchors' RoPE positions.
             embed_tokens: [V, H], the frozen embedding.
             keys: each layer's keys and values of the context.
-            attend: takes queries with `num_tokens` times the heads, in which the queries of an anchor that
-                share a key are next to each other.
+            attend: takes the queries of an anchor as further heads, in which those that share a key are next
+                to each other.
         """
-        ids = anchors.new_full((len(anchors), num_tokens), self.shape.mask_token_id)
+        num_queries = self.shape.num_queries(num_tokens)
+        ids = anchors.new_full((len(anchors), num_queries), self.shape.mask_token_id)
         ids[:, 0] = anchors
-        positions = position_ids[:, None] + torch.arange(num_tokens, device=ids.device)
+        positions = position_ids[:, None] + torch.arange(num_queries, device=ids.device)
         rotation = self.rotary(positions.flatten())
         state = F.embedding(ids.flatten(), embed_tokens)
         num_kv_heads = self.config.num_key_value_heads
 
         def together(query: Tensor, layer_keys: LayerKeys) -> Tensor:
-            by_group = query.unflatten(1, (num_kv_heads, -1)).unflatten(0, (-1, num_tokens))
-            folded = by_group.permute(0, 2, 3, 1, 4).flatten(1, 3)  # [R, Hkv * group * num_tokens, D]
-            attended = attend(folded, layer_keys).unflatten(1, (num_kv_heads, -1, num_tokens))
+            by_group = query.unflatten(1, (num_kv_heads, -1)).unflatten(0, (-1, num_queries))
+            folded = by_group.permute(0, 2, 3, 1, 4).flatten(1, 3)  # [R, Hkv * group * queries, D]
+            attended = attend(folded, layer_keys).unflatten(1, (num_kv_heads, -1, num_queries))
             return attended.permute(0, 3, 1, 2, 4).reshape(query.shape)
 
         for layer, context in zip(self.decoder_layers, keys, strict=True):
 
             def with_block(key: Tensor, value: Tensor, context: LayerKeys = context) -> LayerKeys:
-                by_step = (x.unflatten(0, (-1, num_tokens)).unbind(1) for x in (key, value))
+                by_step = (x.unflatten(0, (-1, num_queries)).unbind(1) for x in (key, value))
                 for one in zip(*by_step, strict=True):
                     context = context.with_step(*one)
                 return context
 
             state, _ = layer.step(state, NO_PRODUCTS, rotation, with_block, together)
-        return self.norm(state).unflatten(0, (-1, num_tokens))
+        return self.norm(state).unflatten(0, (-1, num_queries))[:, num_queries - num_tokens :]
 
     def with_previous(self, state: Tensor, token_ids: Tensor) -> Tensor:
         """Return what `head` reads, [R, H + r], of states [R, H] and the tokens before, int64 [R]."""
+        if self.shape.is_dflash:
+            return state
         return torch.cat([state, F.embedding(token_ids, self.markov_head.markov_w1.weight)], dim=1)

@@ -42,6 +42,7 @@ DSPARK: dict[str, Any] = {
     "norm_output": False,
     "dspark": DSparkShape(size=3, mask_token_id=7, markov_rank=5),
 }
+DFLASH: dict[str, Any] = DSPARK | {"dspark": DSparkShape(size=3, mask_token_id=7, markov_rank=0)}
 # Changes to `tiny_config`: multi-head latent attention with values narrower than keys, and as wide.
 MLA: dict[str, Any] = {
     "attention": MlaShape(

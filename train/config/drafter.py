@@ -32,9 +32,11 @@ class DrafterShape:
         Method.eagle, "How the drafter drafts. drafter=dspark sets all that DSpark needs."
     )
     block_size: int = setting(
-        II("evaluate.draft_tokens"), "Tokens of a draft that an engine makes by default, for dspark.", ge=1
+        II("evaluate.draft_tokens"), "Tokens of a draft that vLLM makes by default, for dspark.", ge=1
     )
-    markov_rank: int = setting(256, "Rank of the Markov head, for dspark.", ge=1)
+    markov_rank: int = setting(
+        256, "Rank of the Markov head, for dspark. 0: there is none, which makes it DFlash.", ge=0
+    )
     mask_token_id: int | None = setting(
         None,
         "Token whose embedding stands for the tokens that are not known yet, for dspark. null: the target's "

@@ -26,7 +26,7 @@ def main() -> None:
     # The engine must be in this process: drafts are recorded from its scheduler.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     jobs = json.loads(jobs_file.read_text())
-    has_dspark = '"method": "dspark"' in json.dumps(jobs)
+    has_dspark = any(f'"method": "{name}"' in json.dumps(jobs) for name in ("dspark", "dflash"))
     if has_dspark:
         interpret_triton_on_cpu()
     for index, job in enumerate(jobs):
@@ -50,9 +50,9 @@ def main() -> None:
 
 
 def interpret_triton_on_cpu() -> None:
-    """Have vLLM run DSpark where there is no GPU, which vLLM does not offer.
+    """Have vLLM run DSpark and DFlash where there is no GPU, which vLLM does not offer.
 
-    Its Model Runner V2, the one that has DSpark, needs Triton. Interpreted, Triton's kernels run on the CPU,
+    Its Model Runner V2, the one that has them, needs Triton. Interpreted, Triton's kernels run on the CPU,
     some ten times as slowly, and compute what they compute on a GPU. vLLM looks for a backend of that name.
     """
     from types import SimpleNamespace

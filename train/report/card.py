@@ -28,6 +28,7 @@ from train.report.results import (
 from train.templates import template
 
 CARD = "README.md"
+_IN_ONE_PASS = {"dspark": "DSpark", "dflash": "DFlash"}  # by vLLM's name of the method
 # vLLM's package for CPUs has no working `vllm` command.
 _ON_CPU = "-m vllm.entrypoints.openai.api_server --gpu-memory-utilization 0.4 --enforce-eager --model"
 
@@ -79,9 +80,9 @@ def model_card(
         architecture=architecture,
         layout=layout.value,
         on_cpu=_ON_CPU,
-        method=method,
-        # DSpark needs of the target what EAGLE 3 needs, and its export has vLLM's layout alone.
-        engines=serving_engines(architecture)[: 1 if method == "dspark" else None],
+        in_one_pass=_IN_ONE_PASS.get(method),
+        # They need of the target what EAGLE 3 needs, and their exports have vLLM's layout alone.
+        engines=serving_engines(architecture)[: 1 if method in _IN_ONE_PASS else None],
         unserved=unserved(architecture, layout),
         target_is_local=target != run_info["target"],
         data=data,
@@ -121,8 +122,8 @@ def serve_command(
 
 
 def _variant(config: dict[str, Any]) -> str:
-    if served_method(config) == "dspark":
-        return "DSpark"
+    if (method := served_method(config)) in _IN_ONE_PASS:
+        return _IN_ONE_PASS[method]
     return "EAGLE 3.1" if config["fc_norm"] and config["norm_output"] else "EAGLE 3"
 
 

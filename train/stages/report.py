@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from data.target.served import architecture
+from eagle31.export.layouts import read_raw_config, served_method
 from train.config.capture import CaptureMode
-from train.config.drafter import Method
 from train.config.run import Stage
 from train.config.target import EMBEDDED
 from train.context import RunContext
@@ -53,7 +53,7 @@ def describe_run(context: RunContext) -> dict[str, Any]:
         "num_tokens": captured.get("num_tokens", {}).get("train", data.get("num_tokens")),
         "ttt_steps": config.train.ttt_steps,
         "layout": config.export.layout.value,
-        "method": "eagle3" if config.drafter.method is Method.eagle else config.drafter.method.value,
+        "method": served_method(read_raw_config(artifacts[Stage.export].directory / "checkpoint")),
         "device": context.world.device.type,
         "steps": training["steps"],
         "best_step": training["best_step"],

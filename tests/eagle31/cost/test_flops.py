@@ -14,7 +14,7 @@ from eagle31.cost.flops import (
 )
 from eagle31.training.step import rollout_loss, schedule_batch
 from tests.eagle31.naive import naive_loss
-from tests.eagle31.tiny import DSPARK, MLA, random_batch, tiny_config, tiny_drafter
+from tests.eagle31.tiny import DFLASH, DSPARK, MLA, random_batch, tiny_config, tiny_drafter
 
 LINEAR = ("aten.mm", "aten.addmm", "aten.addmm_")
 
@@ -72,6 +72,7 @@ def test_the_formula_is_pytorchs_count_where_every_row_is_computed() -> None:
         (False, MLA | {"num_hidden_layers": 2}),
         (True, DSPARK),
         (False, DSPARK),
+        (True, DFLASH),
     ],
 )
 def test_the_step_computes_what_the_formula_counts(head_trained: bool, changes: dict[str, Any]) -> None:

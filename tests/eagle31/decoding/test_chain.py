@@ -8,7 +8,7 @@ import torch
 from eagle31.decoding.speculative import new_sequence
 from eagle31.kernels import plain_attention
 from eagle31.training.rollout import rollout
-from tests.eagle31.tiny import DSPARK, MLA, random_batch, tiny_config, tiny_drafter
+from tests.eagle31.tiny import DFLASH, DSPARK, MLA, random_batch, tiny_config, tiny_drafter
 
 NUM_TOKENS = 4
 
@@ -22,6 +22,7 @@ NUM_TOKENS = 4
         {"sliding_window": 4, "num_hidden_layers": 2},
         {"sliding_window": 1},
         DSPARK,
+        DFLASH,
     ],
 )
 def test_drafts_equal_the_rollout_of_their_tokens(

@@ -7,7 +7,7 @@ from eagle31.errors import UserError
 from eagle31.export.layouts import Layout
 from eagle31.export.published_config import SHAPE_KEYS, read_config
 from tests.eagle31.export.exports import DEFAULT_ROPE, LATENT_YARN, LLAMA3, YARN, written
-from tests.eagle31.tiny import DSPARK, MLA, QK_NORM, VOCAB, WIDE_MLA, tiny_config
+from tests.eagle31.tiny import DFLASH, DSPARK, MLA, QK_NORM, VOCAB, WIDE_MLA, tiny_config
 
 # What a drafter may have, and the layouts that have none of it.
 NOT_SGLANG, NOT_SPECULATORS = {Layout.sglang}, {Layout.speculators}
@@ -26,6 +26,7 @@ FEATURES: dict[str, tuple[dict[str, Any], set[Layout]]] = {
     "MLA": (MLA | {"rope_parameters": DEFAULT_ROPE}, NOT_SPECULATORS),
     "wide MLA, YaRN": (WIDE_MLA | {"rope_parameters": LATENT_YARN}, NOT_SPECULATORS),
     "DSpark": (DSPARK, NOT_SGLANG | NOT_SPECULATORS),
+    "DFlash": (DFLASH, NOT_SGLANG | NOT_SPECULATORS),
     "MLA, two layers": (MLA | {"num_hidden_layers": 2}, NOT_SGLANG | NOT_SPECULATORS),
 }
 

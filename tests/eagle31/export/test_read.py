@@ -16,7 +16,7 @@ from tests.eagle31.export.exports import (
     export,
     rename,
 )
-from tests.eagle31.tiny import BIASES, DSPARK, MLA, QK_NORM, VOCAB, WIDE_MLA
+from tests.eagle31.tiny import BIASES, DFLASH, DSPARK, MLA, QK_NORM, VOCAB, WIDE_MLA
 
 CPU = torch.device("cpu")
 
@@ -29,6 +29,7 @@ CPU = torch.device("cpu")
         (Layout.speculators, QK_NORM | {"attention_bias": True, "aux_layer_ids": (0, 1, 2, 3, 5)}),
         (Layout.vllm, BIASES),
         (Layout.vllm, DSPARK),
+        (Layout.vllm, DFLASH),
         (Layout.sglang, {"num_hidden_layers": 3}),
         (Layout.speculators, {"num_hidden_layers": 2, "aux_layer_ids": (1, 3), "rope_parameters": LLAMA3}),
     ],

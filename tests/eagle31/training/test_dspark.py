@@ -14,7 +14,7 @@ from eagle31.training.batch import PackedBatch, supervised_drafts
 from eagle31.training.reference import plain_alpha, plain_loss
 from eagle31.training.step import rollout_loss, schedule_batch
 from eagle31.training.teacher import full_teacher
-from tests.eagle31.tiny import DSPARK, VOCAB, random_batch, tiny_config, tiny_drafter
+from tests.eagle31.tiny import DFLASH, DSPARK, VOCAB, random_batch, tiny_config, tiny_drafter
 
 NUM_STEPS, DECAY = 4, 0.7
 
@@ -41,10 +41,11 @@ def plain_draft(
     start = int((batch.document_ids == batch.document_ids[row]).long().argmax())
     fused = batch.aux_hidden_states[start : row + 1].flatten(1) @ weights["fc.weight"].t()
     context = normed(fused, weights["hidden_norm.weight"], eps)
-    ids = [int(batch.input_ids[row + 1])] + [shape.mask_token_id] * (NUM_STEPS - 1)
+    num_queries = NUM_STEPS + (shape.markov_rank == 0)
+    ids = [int(batch.input_ids[row + 1])] + [shape.mask_token_id] * (num_queries - 1)
     x = embed_tokens[ids]
     theta, position = config.rope_theta, batch.position_ids[start : row + 1]
-    own = position[-1] + 1 + torch.arange(NUM_STEPS)
+    own = position[-1] + 1 + torch.arange(num_queries)
     heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     for layer in range(config.num_hidden_layers):
         of = {
@@ -72,13 +73,17 @@ def plain_draft(
         read = normed(x, of["post_attention_layernorm.weight"], eps)
         gated = F.silu(read @ of["mlp.gate_proj.weight"].t()) * (read @ of["mlp.up_proj.weight"].t())
         x = x + gated @ of["mlp.down_proj.weight"].t()
-    return normed(x, weights["norm.weight"], eps)
+    return normed(x, weights["norm.weight"], eps)[num_queries - NUM_STEPS :]
 
 
 def plain_logits(weights: dict[str, Tensor], state: Tensor, previous: Tensor) -> Tensor:
     """Return the logits of a draft's token, which the token before it changes."""
-    bias = weights["markov_head.markov_w2.weight"] @ weights["markov_head.markov_w1.weight"][previous]
-    return weights["lm_head.weight"] @ state + bias
+    logits = weights["lm_head.weight"] @ state
+    if "markov_head.markov_w2.weight" in weights:
+        factors = (weights[f"markov_head.markov_{name}.weight"] for name in ("w2", "w1"))
+        second, first = factors
+        logits = logits + second @ first[previous]
+    return logits
 
 
 def plain_step(drafter: Drafter, frozen: FrozenParts, batch: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -102,7 +107,14 @@ def plain_step(drafter: Drafter, frozen: FrozenParts, batch: PackedBatch) -> tup
 
 @pytest.mark.parametrize(
     ("changes", "chunk_rows"),
-    [({}, None), ({"draft_vocab_size": VOCAB, "num_key_value_heads": 4}, None), ({}, 3), ({}, 20)],
+    [
+        (DFLASH, None),
+        (DFLASH, 3),
+        ({}, None),
+        ({"draft_vocab_size": VOCAB, "num_key_value_heads": 4}, None),
+        ({}, 3),
+        ({}, 20),
+    ],
 )
 def test_float64_equals_each_draft_by_itself(changes: dict[str, Any], chunk_rows: int | None) -> None:
     config = tiny_config(**DSPARK | changes)

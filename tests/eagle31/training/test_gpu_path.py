@@ -16,6 +16,7 @@ from eagle31.training.step import rollout_loss, schedule_batch
 from tests.eagle31.kernels.cuda_kernel import CudaKernel
 from tests.eagle31.tiny import (
     BIASES,
+    DFLASH,
     DSPARK,
     EAGLE3,
     MLA,
@@ -38,6 +39,7 @@ CASES: dict[str, tuple[dict[str, Any], int | None]] = {
         None,
     ),
     "dspark": (DSPARK, None),
+    "dflash": (DFLASH, None),
     "dspark in chunks": (DSPARK, 3),
 }
 

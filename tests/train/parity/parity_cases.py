@@ -113,7 +113,7 @@ NARROWER = ("drafter.hidden_size=32", "drafter.intermediate_size=96")
 WIDER = ("drafter.hidden_size=96", "drafter.num_attention_heads=3", "drafter.num_key_value_heads=1")
 BF16 = ("export.dtype=bfloat16",)
 MLA = ("drafter.attention=mla",)
-DSPARK = ("drafter=dspark", "drafter.markov_rank=16")
+DSPARK, DFLASH = ("drafter=dspark", "drafter.markov_rank=16"), ("drafter=dflash",)
 QK_NORM = ("drafter.attention=gqa_qk_norm",)
 SPECULATORS = ("export.layout=speculators",)
 SGLANG = ("export.layout=sglang",)
@@ -155,6 +155,7 @@ CASES = {
         "llama", EAGLE3 + PRUNED + SPECULATORS + NORM_BEFORE + aux(2, 5)
     ),
     "dspark": DrafterCase("llama", DSPARK + PRUNED + TWO_LAYERS + aux(1, 3, 5), core=True),
+    "dflash": DrafterCase("llama", DFLASH + PRUNED + TWO_LAYERS + aux(0, 2, 5)),
     "eagle31_mla": DrafterCase("deepseek_yarn", MLA + PRUNED + aux(1, 3, 5), core=True),
     "eagle3_mla_norm_before_two_layers_full_vocab": DrafterCase(
         "deepseek_yarn", MLA + EAGLE3 + NORM_BEFORE + TWO_LAYERS + aux(2, 5)
@@ -170,8 +171,8 @@ PUBLISHED = (
     "eagle31_full_vocab_speculators",
     "eagle31_mla",
 )
-# vLLM has DSpark in Model Runner V2 alone.
-ON_V2_ALONE = tuple(name for name, case in CASES.items() if "drafter=dspark" in case.overrides)
+# vLLM drafts so in Model Runner V2 alone.
+ON_V2_ALONE = tuple(name for name in CASES if name in ("dspark", "dflash"))
 CORE = tuple(name for name, case in CASES.items() if case.core)
 
 

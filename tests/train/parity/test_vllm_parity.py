@@ -53,7 +53,9 @@ def engines(
     logs = tmp_path_factory.mktemp("vllm")
     results = run_all(jobs, vllm_python, logs / "vllm")
     others = [
-        decode_job(name, name, export_path(name, trained).resolve(), trained, FEW) for name in ON_V2_ALONE
+        decode_job(name, name, export_path(name, trained).resolve(), trained, FEW)
+        for name in case_names
+        if name in ON_V2_ALONE
     ]
     results |= run_all(others, vllm_python, logs / "v2_alone")
     if not full:
@@ -99,8 +101,8 @@ def test_vllm_drafts_what_the_trained_drafter_drafts(name: str, runner: str, eng
     check(compare(engines, name, runner), MIN_DRAFTS[runner])
 
 
-@pytest.mark.parametrize("name", ON_V2_ALONE)
-def test_vllm_drafts_what_dspark_drafts(name: str, engines: EngineResults) -> None:
+@pytest.mark.parametrize("name", ["dspark", pytest.param("dflash", marks=LONG)])
+def test_vllm_drafts_in_one_pass_what_the_trained_drafter_drafts(name: str, engines: EngineResults) -> None:
     assert engines.decoded(name).model_runner == "V2"
     comparison = engines.compare(name, name, export_path(name, engines.trained).resolve(), FEW)
     check(comparison, MIN_DRAFTS["V2"])
