@@ -80,9 +80,8 @@ def plain_logits(weights: dict[str, Tensor], state: Tensor, previous: Tensor) ->
     """Return the logits of a draft's token, which the token before it changes."""
     logits = weights["lm_head.weight"] @ state
     if "markov_head.markov_w2.weight" in weights:
-        factors = (weights[f"markov_head.markov_{name}.weight"] for name in ("w2", "w1"))
-        second, first = factors
-        logits = logits + second @ first[previous]
+        first = weights["markov_head.markov_w1.weight"][previous]
+        logits = logits + weights["markov_head.markov_w2.weight"] @ first
     return logits
 
 
