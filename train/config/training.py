@@ -36,7 +36,8 @@ class OptimConfig:
     name: Optimizer = setting(Optimizer.muon, "Optimizer of the drafter's matrices.")
     lr: float | None = setting(
         None,
-        "Peak learning rate of AdamW. null: 0.4 / hidden_size / sqrt(num_hidden_layers) of the drafter.",
+        "Peak learning rate of AdamW. null: 0.4 / hidden_size / sqrt(num_hidden_layers) of the drafter, for "
+        "dspark 2.4 / hidden_size.",
         gt=0,
         lt=MAX_LR,
     )

@@ -8,12 +8,14 @@ from train.config.training import OptimConfig
 
 # 1e-4 at a hidden size of 4096, which EAGLE 3 and SpecForge publish for 8B targets.
 ADAMW_RATE_TIMES_WIDTH = 0.4
+# 6e-4 at 4096, which DeepSpec publishes for DSpark drafters of five layers.
+DSPARK_RATE_TIMES_WIDTH = 2.4
 # Within the published rates of 0.02 to 0.05. An update's spectral norm does not depend on the width.
 MATRIX_RATE = 0.03
 
 
 def rule_lr(drafter: DrafterConfig) -> float:
-    """Return AdamW's peak learning rate: `0.4 / hidden_size / sqrt(num_hidden_layers)`.
+    """Return AdamW's peak learning rate: `0.4 / hidden_size / sqrt(num_hidden_layers)`; DSpark's has no root.
 
     AdamW changes every element by about the rate, and a product with H elements that change together by H
     times the rate. So a rate of c / H changes hidden states equally at every width. c is the published rate
@@ -22,8 +24,10 @@ def rule_lr(drafter: DrafterConfig) -> float:
 
     Sources: Yang and Hu, Feature learning in infinite-width neural networks (2021), and Yang et al., Tensor
     programs V (2022), for the width; Yang et al., Tensor programs VI (2023), for the depth. No ablation here
-    supports the depth: drafters have one layer.
+    supports the depth: drafters have one layer. docs/training.md has one for DSpark's rate.
     """
+    if drafter.dspark is not None:
+        return DSPARK_RATE_TIMES_WIDTH / drafter.hidden_size
     return ADAMW_RATE_TIMES_WIDTH / drafter.hidden_size / drafter.num_hidden_layers**0.5
 
 

@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.eagle31.tiny import tiny_config
+from tests.eagle31.tiny import DSPARK, tiny_config
 from train.config.training import OptimConfig, Optimizer
 from train.trainer.learning_rate import LearningRate, described, rule_lr, rule_matrix_lr, with_rates
 
@@ -57,6 +57,10 @@ def test_the_rule_falls_with_the_width_and_with_the_root_of_the_depth(
 ) -> None:
     drafter = tiny_config(hidden_size=hidden_size, num_hidden_layers=layers)
     assert (rule_lr(drafter), rule_matrix_lr(drafter)) == pytest.approx((lr, matrix_lr))
+
+
+def test_the_rate_of_dspark_is_the_published_one() -> None:
+    assert rule_lr(tiny_config(**DSPARK | {"hidden_size": 4096})) == pytest.approx(6e-4, rel=0.03)
 
 
 def test_a_rate_that_is_given_is_kept() -> None:
