@@ -115,7 +115,7 @@ class DrafterConfig:
 
     def _check_dspark(self, shape: DSparkShape) -> None:
         if not isinstance(self.attention, NormedGqaShape):
-            remedy = "vLLM's DSpark drafters have gqa_qk_norm."
+            remedy = "Set gqa_qk_norm, which vLLM's drafters with DSpark and DFlash have."
             raise UserError("drafter.attention", self.attention.name, remedy)
         for name in ("sliding_window", *_EAGLE_PARTS):
             if value := getattr(self, name):
