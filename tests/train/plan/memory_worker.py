@@ -55,7 +55,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     peak = resident_bytes("VmHWM") - before
     written = random_row(config, settings.row_tokens, 0, dtype, CPU)
     settled = settle()
-    engine.module.hits(written, settings.draft_tokens, settings.rollout_chunk or CHUNK_ROWS)
+    list(engine.module.hits(written, settings.draft_tokens, settings.rollout_chunk or CHUNK_ROWS))
     validation = resident_bytes("VmHWM") - settled
     memory = trainer_memory(config, tensors, settings, count_step(batch, num_steps, config), "cpu")
     engine.destroy()
