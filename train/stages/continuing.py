@@ -41,7 +41,8 @@ _SHOWN = 6  # settings that a message names
 def fixed_inputs(config: RunConfig, drafter: ChosenDrafter) -> dict[str, Any]:
     """Return the settings that cannot change when a training is continued."""
     target, shape = drafter.target, plain(asdict(drafter.settings))
-    shape.pop("init_revision")
+    for name in ("init_revision", "block_size"):  # the second follows evaluate.draft_tokens
+        shape.pop(name)
     if shape.pop("init_from") is not None:
         shape["init_from"] = drafter.initial_fingerprint
     return {

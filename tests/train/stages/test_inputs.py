@@ -19,6 +19,7 @@ from train.context import RunContext
 from train.distributed import World
 from train.drafter.published import validate_export
 from train.pipeline import STAGES
+from train.stages.continuing import fixed_inputs
 
 ALL = set(STAGES)
 FROM_ANSWERS = {Stage.answers, Stage.capture, Stage.train, Stage.export, Stage.evaluate}
@@ -127,6 +128,16 @@ def test_settings_of_the_target_and_its_engine(
     before = _keys(*common)
     for change, expected in SETTING_CHANGES[settings].items():
         assert _changed(before, _keys(*common, change)) == expected, change
+
+
+def test_a_continued_training_may_be_evaluated_with_longer_drafts(
+    small_target: EmbeddedTarget, tmp_path: Path
+) -> None:
+    fixed = []
+    for change in ([], ["evaluate.draft_tokens=2"]):
+        config = composed(RECIPE, *arguments(small_target, tmp_path), "train.ttt_steps=3", *change)
+        fixed.append(fixed_inputs(config, RunContext(config, World(rank=0, local_rank=0, size=1)).drafter))
+    assert fixed[0] == fixed[1]
 
 
 def test_another_checkpoint_to_start_from_is_trained_again(
