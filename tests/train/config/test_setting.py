@@ -28,7 +28,13 @@ ZERO = {
         "data.template_probability",
     ),
     "data.max_malformed_fraction",
-    *("optim.warmup_fraction", "deepspeed.zero_stage", "drafter.aux_layer_ids", "drafter.mask_token_id"),
+    *(
+        "optim.warmup_fraction",
+        "deepspeed.zero_stage",
+        "drafter.aux_layer_ids",
+        "drafter.mask_token_id",
+        "drafter.markov_rank",
+    ),
 }
 
 

@@ -122,12 +122,15 @@ def test_completions_that_capture_can_change_are_refused(
             check_unchanged(server, info, samples=samples)
 
 
-def test_a_cpu_gets_the_backend_that_has_kernels_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_gets_the_backend_that_has_kernels_for_float32(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     dtype = "float32"
+    (tmp_path / "config.json").write_text("{}")
 
     def choices() -> list[object]:
         capture = CaptureEngine("target", (1,), 4, 100, [], dtype=dtype)
-        drafting = EngineSpec("target", Path("/export"), k=3, dtype=dtype).arguments()
+        drafting = EngineSpec("target", tmp_path, k=3, dtype=dtype).arguments()
         return [
             capture.arguments().get("attention_backend"),
             capture.answer_arguments().get("attention_backend"),
