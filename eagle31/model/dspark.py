@@ -103,13 +103,13 @@ class DSparkDrafter(Drafter):
 
         for layer, context in zip(self.decoder_layers, keys, strict=True):
 
-            def with_block(key: Tensor, value: Tensor, context: LayerKeys = context) -> LayerKeys:
+            def with_drafts(key: Tensor, value: Tensor, context: LayerKeys = context) -> LayerKeys:
                 by_step = (x.unflatten(0, (-1, num_queries)).unbind(1) for x in (key, value))
                 for one in zip(*by_step, strict=True):
                     context = context.with_step(*one)
                 return context
 
-            state, _ = layer.step(state, NO_PRODUCTS, rotation, with_block, together)
+            state, _ = layer.step(state, NO_PRODUCTS, rotation, with_drafts, together)
         return self.norm(state).unflatten(0, (-1, num_queries))[:, num_queries - num_tokens :]
 
     def with_previous(self, state: Tensor, token_ids: Tensor) -> Tensor:
