@@ -36,6 +36,7 @@ _COMPUTING_FILES = (
     "*quant*.json",  # hf_quant_config.json, quantize_config.json and others
     "*.py",
 )
+_LAYER = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.")
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
@@ -108,6 +109,15 @@ class Checkpoint:
             remedy = f"It has neither {_SINGLE_FILE} nor {_INDEX_FILE}; convert its weights to safetensors."
             raise UserError("target.model", self.model, remedy)
         return dict.fromkeys(load_tensors(single), _SINGLE_FILE)
+
+    def has_mtp_head(self, num_layers: int) -> bool:
+        """Return whether a target of this many layers has weights for multi-token prediction, too.
+
+        They are named after it (`mtp.`, `model.mtp_layers.0.`), or are the layers after its last one.
+        """
+        names = self.tensor_files()
+        layers = (int(found[1]) for found in map(_LAYER.match, names) if found)
+        return any("mtp" in name for name in names) or max(layers, default=0) >= num_layers
 
     def read_tensor(self, file_name: str, name: str) -> Tensor:
         """Read one tensor in its stored dtype.

@@ -24,6 +24,7 @@ class TargetParts:
     embed_tokens: Tensor  # [V, Ht]
     head: TargetHead
     num_layers: int
+    has_mtp_head: bool  # whether the checkpoint has a multi-token prediction head
     hidden_size: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]  # empty if the checkpoint names none
@@ -65,6 +66,7 @@ def load_target_parts(spec: TargetSpec) -> TargetParts:
         embed_tokens=embedding["weight"].to(dtype),
         head=head.to(dtype).eval(),
         num_layers=len(modules.layers),
+        has_mtp_head=spec.checkpoint.has_mtp_head(len(modules.layers)),
         hidden_size=head.weight.shape[1],
         vocab_size=head.weight.shape[0],
         eos_token_ids=_eos_token_ids(generation, config),

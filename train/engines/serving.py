@@ -28,6 +28,7 @@ class EngineSpec:
 
     target: str
     export: Path | None = None
+    mtp: bool = False  # without an export: whether the target's own MTP head drafts
     k: int = 0  # tokens per draft
     bare: bool = False  # as `vllm serve EXPORT`: an export in speculators' layout names its target
     dtype: str = "float32"
@@ -60,13 +61,14 @@ class EngineSpec:
         backend = attention_backend(str(self.extra.get("dtype", self.dtype)))
         if "attention_config" not in self.extra:  # vLLM takes one of the two
             arguments |= backend
-        if self.export is not None and not self.bare:
+        drafter: dict[str, Any] = {}
+        if self.mtp:
+            drafter = {"method": "mtp"}
+        elif self.export is not None and not self.bare:
+            drafter = {"model": str(self.export), "method": self.method}
+        if drafter:
             # vLLM never gives a drafter its target's backend.
-            arguments["speculative_config"] = {
-                "model": str(self.export),
-                "method": self.method,
-                "num_speculative_tokens": self.k,
-            } | backend
+            arguments["speculative_config"] = drafter | {"num_speculative_tokens": self.k} | backend
         return arguments | self.extra
 
     @property

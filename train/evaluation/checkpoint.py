@@ -38,6 +38,7 @@ from train.evaluation.measure import (
     common_positions,
     decode_in_transformers,
     evaluation_json,
+    without_vllm,
 )
 from train.evaluation.replay import replay_greedily
 
@@ -141,7 +142,8 @@ def evaluate_checkpoint(
             remedy = "All of the target's completions are too short for a draft; give fewer."
             raise UserError("--draft-tokens", settings.draft_tokens, remedy)
         if changes is None:
-            result |= _pooled(completed, target, candidate, conditions, settings.decoded_prompts, output)
+            mtp = without_vllm(parts)
+            result |= _pooled(completed, target, candidate, mtp, conditions, settings.decoded_prompts, output)
             result |= {
                 "aux_layer_ids": list(drafter.aux_layer_ids),
                 "notes": [
@@ -165,6 +167,7 @@ def _pooled(
     cells: Sequence[Cell],
     target: CompletingTarget,
     candidate: Candidate,
+    mtp: dict[str, Any] | None,
     conditions: Conditions,
     num_decoded: int,
     output: Path,
@@ -182,7 +185,7 @@ def _pooled(
         )
     both = {"trained": trained.to_json(), "untrained": None}
     states = "the states of the same target"
-    return evaluation_json(conditions, candidate, len(prompts), both, decoded, samples, alone, states)
+    return evaluation_json(conditions, candidate, len(prompts), both, mtp, decoded, samples, alone, states)
 
 
 def of_all_sources(sources: Sequence[str]) -> list[int]:

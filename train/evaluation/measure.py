@@ -128,11 +128,19 @@ def decode_in_transformers(
     return DecodedSubset(engine, chosen, served, sampled, dtype), list(zip(places, samples, strict=True))
 
 
+def without_vllm(parts: TargetParts) -> dict[str, Any] | None:
+    """Return `mtp` of evaluation.json where transformers decodes; None if the target has no MTP head."""
+    if not parts.has_mtp_head:
+        return None
+    return {"missing": "not measured: transformers does not draft with it, and target.engine=vllm does."}
+
+
 def evaluation_json(
     conditions: Conditions,
     candidate: Candidate,
     num_prompts: int,
     replayed: Mapping[str, dict[str, Any] | None],
+    mtp: dict[str, Any] | None,
     decoded: DecodedSubset,
     samples: Samples,
     alone: Sequence[Sequence[int]],
@@ -142,6 +150,7 @@ def evaluation_json(
 
     Args:
         replayed: acceptance by drafter, "trained" and "untrained".
+        mtp: acceptance of drafts by the target's own MTP head, or why it is `missing`; None if it has none.
         samples: of the decoded prompts; see `compare_served`.
         alone: the target's greedy completions of all prompts.
         states: how the states that were replayed were captured, for messages.
@@ -156,6 +165,7 @@ def evaluation_json(
         "engine": decoded.engine,
         "states": states,
         **replayed,
+        "mtp": mtp,
         "sampling": decoded.sampling,
         "decoding": {
             "num_prompts": len(served.completions),

@@ -41,29 +41,18 @@ def decode_in_vllm(
         EngineFailure: the engine does not start, fails, or records other drafts than it counts.
         UserError: no prompt fits, or vLLM's environment is missing.
     """
-    config, parts = context.config, context.target.parts
+    parts = context.target.parts
     on_cpu, log = context.world.device.type == "cpu", context.output_dir / "vllm-evaluate.log"
     positions = common_positions(parts, context.drafter.config())
-    indices = fitting_prompts(prompts, positions, conditions)[: config.evaluate.decoded_prompts]
+    indices = fitting_prompts(prompts, positions, conditions)[: context.config.evaluate.decoded_prompts]
     chosen = [prompts[index] for index in indices]
     sampled = []
     if conditions.temperature and on_cpu:
         print("evaluate: no sampling: vLLM 0.32 ignores temperatures on the CPU when it has a drafter")
     elif conditions.temperature:
         sampled.append(Sampling(conditions.temperature, conditions.seed))
-    engine = EngineSpec(
-        target=context.target.spec.checkpoint.path,
-        export=(context.artifacts[Stage.export].directory / "checkpoint").absolute(),
-        k=conditions.draft_tokens,
-        dtype=str(parts.dtype).removeprefix("torch."),
-        revision=context.target.spec.revision,
-        trust_remote_code=context.target.spec.trust_remote_code,
-        max_model_len=max(map(len, chosen)) + conditions.max_new_tokens + draft_room(conditions.draft_tokens),
-        max_num_seqs=NUM_AT_A_TIME,
-        enforce_eager=on_cpu,
-        seed=conditions.seed,
-        extra=single_replica(config.vllm.engine_args),
-    )
+    export = (context.artifacts[Stage.export].directory / "checkpoint").absolute()
+    engine = engine_spec(context, chosen, conditions, export=export)
     job = DecodeJob(
         "the export as drafter",
         engine,
@@ -88,6 +77,60 @@ def decode_in_vllm(
         served=drafted.passes[0].served,
         sampling=sampled_report(drafted.passes[1], conditions) if sampled else None,
         dtype=dtype if isinstance(dtype, torch.dtype) else parts.dtype,
+    )
+
+
+def decode_with_mtp_head(
+    context: RunContext, prompts: Sequence[Sequence[int]], conditions: Conditions, passes: Path
+) -> dict[str, Any]:
+    """Return `mtp` of evaluation.json: what is accepted of greedy drafts by the target's own MTP head.
+
+    It is the baseline of a drafter, and not a part of the run: where vLLM cannot draft with the head, the
+    result has the reason, as `missing`.
+
+    Args:
+        prompts: all that are replayed; those that fit are decoded.
+        passes: the directory of finished passes.
+    """
+    log = context.output_dir / "vllm-mtp.log"
+    positions = common_positions(context.target.parts, context.drafter.config())
+    chosen = [prompts[index] for index in fitting_prompts(prompts, positions, conditions)]
+    job = DecodeJob(
+        "the target's own MTP head",
+        engine_spec(context, chosen, conditions, mtp=True),
+        chosen,
+        conditions.max_new_tokens,
+        conditions.eos_token_ids,
+        keep=passes.absolute() / "mtp",
+    )
+    print(f"evaluate: {job.name} drafts for {len(chosen)} prompts in vLLM, log: {log}", flush=True)
+    try:
+        [result] = run_jobs([job], find_python(), log)
+        [drafted] = require(result, log).passes
+        check_recorded(drafted, conditions.draft_tokens)
+    except EngineFailure as error:
+        reason = " ".join(str(error).partition("\n  | ")[0].split())
+        return {"missing": f"not measured: {reason}"}
+    return accepted_by_prompt(drafted, conditions.draft_tokens).to_json()
+
+
+def engine_spec(
+    context: RunContext, prompts: Sequence[Sequence[int]], conditions: Conditions, **drafter: Any
+) -> EngineSpec:
+    """Return the engine that decodes these prompts. drafter: `export` or `mtp` of `EngineSpec`."""
+    spec, k = context.target.spec, conditions.draft_tokens
+    return EngineSpec(
+        target=spec.checkpoint.path,
+        k=k,
+        dtype=str(context.target.parts.dtype).removeprefix("torch."),
+        revision=spec.revision,
+        trust_remote_code=spec.trust_remote_code,
+        max_model_len=max(map(len, prompts)) + conditions.max_new_tokens + draft_room(k),
+        max_num_seqs=NUM_AT_A_TIME,
+        enforce_eager=context.world.device.type == "cpu",
+        seed=conditions.seed,
+        extra=single_replica(context.config.vllm.engine_args),
+        **drafter,
     )
 
 
@@ -142,15 +185,18 @@ def check_recorded(drafted: DecodedPass, k: int) -> None:
 
 def sampled_report(drafted: DecodedPass, conditions: Conditions) -> dict[str, Any]:
     """Return what sampling in vLLM gave, whose drafts are greedy."""
-    served, k = drafted.served, conditions.draft_tokens
-    stats = [
-        (acceptance(k, [drafts], [completion]),)
-        for drafts, completion in zip(served.drafts, served.completions, strict=True)
-    ]
+    accepted = accepted_by_prompt(drafted, conditions.draft_tokens)
     return {
         "temperature": conditions.temperature,
-        "num_prompts": len(stats),
+        "num_prompts": len(accepted.by_prompt),
         "source": "decoding",
-        "greedy_drafts": PromptAcceptance(tuple(stats)).to_json(),
+        "greedy_drafts": accepted.to_json(),
         "sampled_drafts": None,
     }
+
+
+def accepted_by_prompt(drafted: DecodedPass, k: int) -> PromptAcceptance:
+    """Return the statistics of each prompt's drafts of k tokens that are within its completion."""
+    served = drafted.served
+    pairs = zip(served.drafts, served.completions, strict=True)
+    return PromptAcceptance(tuple((acceptance(k, [drafts], [completion]),) for drafts, completion in pairs))

@@ -18,6 +18,7 @@ from train.evaluation.agreement import describe_counts
 from train.report.results import (
     acceptance_table,
     describe_conditions,
+    describe_mtp_head,
     describe_serving,
     position_table,
     served_length,
@@ -72,6 +73,7 @@ def model_card(
         results=_table(*acceptance_table(evaluation)) if evaluation else "",
         positions=_table(*position_table(evaluation)) if evaluation else "",
         conditions=describe_conditions(evaluation) if evaluation else "",
+        mtp_head=describe_mtp_head(evaluation) if evaluation else "",
         completions=describe_counts(evaluation["decoding"]["completions"]) if evaluation else "",
         served=_table(*speed_table(serving)) if serving else "",
         served_how=describe_serving(serving) if serving else "",

@@ -111,7 +111,8 @@ def run_panels(
         note = f"temperature 0, by replay of {evaluation['num_prompts']} held-out prompts"
         shaded = f"{note}; shaded: 95 % interval over prompts"
         title = "Acceptance length by draft length"
-        add("draft_length", title, shaded, _draw_draft_length, trained, untrained)
+        mtp = (evaluation.get("mtp") or {}).get("by_draft_length", [])
+        add("draft_length", title, shaded, _draw_draft_length, trained, untrained, mtp)
         stats = trained[evaluation["k"] - 1]
         note = f"k = {stats['k']}, {note}"
         add("positions", "Acceptance by position in the draft", note, _draw_positions, stats)
@@ -152,7 +153,10 @@ def _draw_replay(axes: Axes, validation: Sequence[dict[str, Any]], best_step: in
 
 
 def _draw_draft_length(
-    axes: Axes, trained_rows: Sequence[dict[str, Any]], untrained_rows: Sequence[dict[str, Any]]
+    axes: Axes,
+    trained_rows: Sequence[dict[str, Any]],
+    untrained_rows: Sequence[dict[str, Any]],
+    mtp_rows: Sequence[dict[str, Any]],
 ) -> None:
     k = [row["k"] for row in trained_rows]
     trained, low, high = (
@@ -167,6 +171,8 @@ def _draw_draft_length(
     if untrained_rows:
         untrained = [row["acceptance_length"] for row in untrained_rows]
         axes.plot(k, untrained, color=MUTED, marker="o", markersize=4, label="untrained")
+    for row in mtp_rows:  # one, at the length at which it was decoded
+        axes.plot(row["k"], row["acceptance_length"], color=WARNING, marker="D", label="target's MTP head")
     for n, value in zip(k, trained, strict=True):
         axes.annotate(
             f"{value:.2f}", (n, value), (0, -15), textcoords="offset points", ha="center", color=ACCENT

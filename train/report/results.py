@@ -7,12 +7,13 @@ from typing import Any
 from eagle31.errors import UserError
 from eagle31.json_files import expecting, read_json_object
 from train.evaluation.agreement import describe_counts
-from train.evaluation.intervals import Interval, length_of
+from train.evaluation.intervals import Interval, length_of, paired_ratio
 from train.tables import aligned, counted
 
 # Greedy drafts are what vLLM makes by default, at any temperature; sampled drafts are those of the classic
 # rule of speculative sampling.
 GREEDY, SAMPLED = "greedy", "sampled"
+MTP_HEAD = "the target's own MTP head"
 _DRAFT_TOKENS = 3  # in the serve command when nothing was evaluated
 
 
@@ -65,6 +66,9 @@ def acceptances(evaluation: dict[str, Any]) -> list[Acceptance]:
     if not evaluation:
         return []
     found = [Acceptance("trained", GREEDY, 0.0, evaluation["trained"])]
+    mtp = evaluation.get("mtp") or {}
+    if mtp.get("by_draft_length"):
+        found.append(Acceptance(MTP_HEAD, GREEDY, 0.0, mtp))
     sampling: dict[str, Any] = evaluation.get("sampling") or {}
     for drafts in (GREEDY, SAMPLED):
         measured = sampling.get(f"{drafts}_drafts")
@@ -131,6 +135,20 @@ def describe_conditions(evaluation: dict[str, Any]) -> str:
     )
 
 
+def describe_mtp_head(evaluation: dict[str, Any]) -> str:
+    """Return how the drafter compares with the target's own MTP head; empty if that was not measured."""
+    mtp, k = evaluation.get("mtp") or {}, evaluation["k"]
+    if not mtp.get("by_draft_length"):
+        return ""
+    counts = {name: [of_length[k - 1]] for name, of_length in evaluation["trained"]["by_prompt"].items()}
+    num_prompts = len(mtp["by_prompt"]["drafts"][0])
+    text = f"drafted in vLLM for {num_prompts} of the held-out prompts"
+    if num_prompts == len(counts["drafts"][0]):  # the same prompts, in the same order
+        ratio = paired_ratio({"by_prompt": counts}, mtp, 0)
+        text += f"; the trained drafter has {ratio.shown()} times its acceptance length"
+    return text
+
+
 def untrained_warning(run_info: dict[str, Any]) -> str | None:
     """Return a warning if the export has the weights from before the first step."""
     if run_info["best_step"] != 0:
@@ -180,8 +198,10 @@ def position_table(evaluation: dict[str, Any]) -> list[list[str]]:
 def details(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the conditions and what decoding showed, as names and values."""
     decoding = evaluation["decoding"]
+    mtp = describe_mtp_head(evaluation) or (evaluation.get("mtp") or {}).get("missing")
     return [
         ("measured on", describe_conditions(evaluation)),
+        *([(MTP_HEAD, mtp)] if mtp else []),
         ("completions, compared with target", describe_counts(decoding["completions"])),
         ("drafts, compared with replay", describe_counts(decoding["replay"])),
     ]

@@ -23,9 +23,10 @@ from train.evaluation.measure import (
     decode_in_transformers,
     evaluation_json,
     kept_pass,
+    without_vllm,
 )
 from train.evaluation.replay import replay_greedily
-from train.evaluation.vllm import decode_in_vllm
+from train.evaluation.vllm import decode_in_vllm, decode_with_mtp_head
 from train.report.results import at_draft_length, warnings_of
 from train.stages.building import new_drafter, step_dtype
 from train.stages.vocab import load_projected, load_vocab
@@ -70,10 +71,13 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
         temperature_of(context),
         config.seed,
     )
-    passes, decoded = directory / "passes", None
+    passes, decoded, mtp = directory / "passes", None, without_vllm(parts)
     if config.target.engine is TargetEngine.vllm:
         # Before a drafter is loaded, because vLLM takes nearly all of the GPU's memory.
         decoded = decode_in_vllm(context, prompts, conditions, passes)
+        if parts.has_mtp_head:
+            replayed_prompts = [prompts[index] for index in store.sample_ids.tolist()]
+            mtp = decode_with_mtp_head(context, replayed_prompts, conditions, passes)
     # Float32 on the CPU, and the dtype of training on a GPU.
     dtype = torch.float32 if device.type == "cpu" else step_dtype(config)
     export = context.artifacts[Stage.export].directory / "checkpoint"
@@ -101,7 +105,7 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     dtype_name = str(parts.dtype).removeprefix("torch.")
     states = f"exact states ({dtype_name}) of capture.source={config.capture.source.value}"
     evaluation = evaluation_json(
-        conditions, trained, len(store), both, decoded, decoded_samples, alone, states
+        conditions, trained, len(store), both, mtp, decoded, decoded_samples, alone, states
     )
     write_json(directory / "evaluation.json", evaluation)
     for warning in warnings_of(evaluation):

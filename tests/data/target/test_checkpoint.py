@@ -11,7 +11,7 @@ from torch import nn
 from transformers import DeepseekV3Config, PreTrainedModel
 
 from data.target.architecture import model_class
-from data.target.checkpoint import comparable_fingerprints
+from data.target.checkpoint import Checkpoint, comparable_fingerprints
 from data.target.loading import load_target
 from data.target.modules import locate
 from data.target.parts import load_target_parts
@@ -203,3 +203,20 @@ def test_a_missing_tensor_is_blamed_on_what_is_there_instead(
     save_file(tensors | ({stored: head} if stored else {}), path, metadata={"format": "pt"})
     with pytest.raises(UserError, match=rf"no tensor lm_head\.weight.*{says}"):
         load_target_parts(spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "has_head"),
+    [
+        ("model.layers.3.mlp.up_proj.weight", False),
+        ("vision_tower.encoder.layers.20.norm.weight", False),
+        ("model.layers.4.eh_proj.weight", True),  # DeepSeek V3, GLM
+        ("model.language_model.layers.4.enorm.weight", True),
+        ("mtp.fc.weight", True),  # Qwen3.5
+        ("model.mtp_layers.0.input_proj.weight", True),  # MiMo
+    ],
+)
+def test_an_mtp_head_is_found_by_the_names_of_its_weights(tmp_path: Path, name: str, has_head: bool) -> None:
+    tensors = {"model.layers.0.norm.weight": torch.ones(1), name: torch.ones(1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert Checkpoint(str(tmp_path)).has_mtp_head(num_layers=4) == has_head

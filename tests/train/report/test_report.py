@@ -14,7 +14,9 @@ from tests.train.report.finished_run import (
     finished_metrics,
     run_info,
     serving,
+    statistics,
 )
+from train.report.card import model_card
 from train.report.report import write_page, write_report
 from train.report.results import format_results
 
@@ -117,3 +119,23 @@ def test_speed_in_vllm_is_shown_only_for_its_export(tmp_path: Path) -> None:
         page = Page(write_page(tmp_path).read_text(encoding="utf-8"))
         for shown in ("1.80×", "speed-up in vLLM for 1 user, k = 4", "8 4 41.5 74.7 0.90x (0.81 to 0.98)"):
             assert (shown in page.text) == (export == "export")
+
+
+def test_the_targets_own_mtp_head_is_next_to_the_drafter(undrawn: None, tmp_path: Path) -> None:
+    measured = evaluation()
+    trained = {"drafts": [[9] * 8] * 3 + [[2] * 8], "accepted": [[9] * 8] * 3 + [[1, 2, 3, 4] * 2]}
+    measured["trained"]["by_prompt"] = trained
+    head = {"by_draft_length": [statistics([300, 200, 100, 50], 500, low=2.2, high=2.4)]}
+    measured["mtp"] = head | {"by_prompt": {"drafts": [[2] * 8], "accepted": [[1] * 8]}}
+    page = report(tmp_path, finished_metrics(), measured)
+    card = model_card(run_info(), measured, {"model_type": "llama", "fc_norm": True, "norm_output": True})
+    assert "predicts several tokens, drafted in vLLM for 8 of the held-out prompts" in card
+    assert "the target's own MTP head greedy 4 0 2.30 2.20 to 2.40" in page.text
+    assert "for 8 of the held-out prompts; the trained drafter has 1.50 (" in page.text  # 2.25 / 1.5
+    assert "the target's own MTP head, greedy, temperature 0  60 %" in format_results(measured)
+    measured["mtp"]["by_prompt"] = {"drafts": [[2] * 7], "accepted": [[1] * 7]}  # one did not fit
+    assert "for 7 of the held-out prompts" in format_results(measured)
+    assert "times its acceptance length" not in format_results(measured)
+    measured["mtp"] = {"missing": "not measured: vLLM failed"}
+    assert re.search("the target's own MTP head +not measured: vLLM failed", format_results(measured))
+    assert "MTP head, greedy" not in format_results(measured)
