@@ -27,7 +27,7 @@ from eagle31.kernels.packed_attention import take_flash_attention_3
 
 POLL_SECONDS = 0.5
 WAIT_SECONDS = 7200.0  # for what the other ranks do before there is a process group
-_LONGEST_PAUSE = 5.0
+_LONGEST_PAUSE = 2.0
 BEAT_SECONDS = 10.0  # between two signs of life of a rank
 SILENT_SECONDS = 60.0  # without one before a rank counts as lost
 START_SECONDS = 600.0  # for a rank's first one, which follows imports from a shared file system
@@ -231,9 +231,14 @@ def wait_for_ranks(name: str, world: World) -> None:
     Raises:
         UserError: another process has failed, or does not come for two hours.
     """
+    shared_values().add(name, 1)
+    wait_for_count(name, world.size)
+
+
+def wait_for_count(name: str, count: int) -> None:
+    """Block until processes have added so much to a value. Raises what `wait_for_ranks` does."""
     values = shared_values()
-    values.add(name, 1)
-    _wait_until(lambda: values.add(name, 0) >= world.size, WAIT_SECONDS, name)
+    _wait_until(lambda: values.add(name, 0) >= count, WAIT_SECONDS, name)
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ from train.config.run import (
     starts_vllm,
 )
 from train.context import RunContext
-from train.distributed import World, made_by_main, wait_for
+from train.distributed import World
 from train.engines.servers import server_settings
+from train.jobs import Job, end_jobs, on_every_rank, on_other_ranks, received_jobs
 from train.launch.start import check_eagle3, check_environment, check_named, check_start, check_store
 from train.plan.cluster import cluster_at_hand
 from train.plan.earlier import note_settings
@@ -39,7 +40,7 @@ from train.plan.table import format_plan
 from train.stages.answers import answers_inputs, check_answers, run_answers
 from train.stages.capture import capture_inputs, run_capture
 from train.stages.continuing import begin_training, link_results
-from train.stages.data import data_inputs, run_data
+from train.stages.data import answer_part, data_inputs, run_data
 from train.stages.evaluate import evaluate_inputs, run_evaluate
 from train.stages.export import EXPORT, export_inputs, link_export, run_export
 from train.stages.plan import check_amounts, write_plan
@@ -59,12 +60,12 @@ class StageRun:
 
     inputs: Callable[[RunContext], dict[str, Any]]  # returns everything that the result depends on
     run: Callable[[RunContext, Path], dict[str, Any]]  # fills the directory and returns a summary
-    every_rank: bool = False  # otherwise rank 0 runs it and the others wait
+    every_rank: bool = False  # otherwise rank 0 runs it
     after: Callable[[RunContext], None] | None = None  # what rank 0 does with the result, also a reused one
 
 
 STAGES = {
-    Stage.data: StageRun(data_inputs, run_data, every_rank=True, after=check_amounts),
+    Stage.data: StageRun(data_inputs, run_data, after=check_amounts),
     Stage.vocab: StageRun(vocab_inputs, run_vocab),
     Stage.answers: StageRun(answers_inputs, run_answers, after=check_answers),
     Stage.capture: StageRun(capture_inputs, run_capture, every_rank=True),
@@ -75,7 +76,7 @@ STAGES = {
 
 
 def run_pipeline(config: RunConfig, world: World, given: Sequence[str] = ()) -> None:
-    """Run the selected stages. Every rank calls.
+    """Run the selected stages. Every rank calls; rank 0 decides, and the others do its jobs.
 
     Args:
         given: the arguments of the command, for the commands that the plan prints.
@@ -88,105 +89,164 @@ def run_pipeline(config: RunConfig, world: World, given: Sequence[str] = ()) -> 
     context = RunContext(config, world)
     quiet_libraries(world)
     if world.is_main:
-        check_start(config)
-        if Stage.train in config.stages:
-            check_wandb()
-    with exclusive(Path(config.output_dir)) if world.is_main else nullcontext():
-        if world.is_main:
-            remove_leftovers(Path(config.output_dir))
-            (Path(config.output_dir) / STOPPED_FILE).unlink(missing_ok=True)
-            print(format_plan(write_plan(context, given)), flush=True)
-            write_configuration(config)
+        lead(context, given)
+    else:
+        follow(context)
+
+
+def lead(context: RunContext, given: Sequence[str]) -> None:
+    """Run the selected stages on rank 0, and have the other ranks take part."""
+    config, output_dir = context.config, context.output_dir
+    check_start(config)
+    if Stage.train in config.stages:
+        check_wandb()
+    with exclusive(output_dir):
+        remove_leftovers(output_dir)
+        (output_dir / STOPPED_FILE).unlink(missing_ok=True)
+        print(format_plan(write_plan(context, given)), flush=True)
+        write_configuration(config)
         if set(config.stages) == {Stage.plan}:
             check_named(config)
         else:
-            try:
+            with closing_engines(context):
                 run_stages(context)
-            except Stopped:
-                wait_for(context.output_dir / STOPPED_FILE)  # torchrun ends all ranks as soon as one ends
-                raise
+    end_jobs(context)
 
 
-def run_stages(context: RunContext) -> None:
-    """Run the selected stages in order, after checking what they need."""
-    config, world = context.config, context.world
-    stages = needed_stages(config)
-    unfinished = check_stages(context, stages)
+def follow(context: RunContext) -> None:
+    """Run the jobs of rank 0 until it has no more."""
+    stopped = None
+    with closing_engines(context):
+        for job, arguments in received_jobs():
+            try:
+                JOBS[job](context, **arguments)
+            except Stopped as error:  # rank 0 ends the run: torchrun ends all ranks as soon as one ends
+                stopped = error
+        if stopped is not None:
+            raise stopped
+
+
+@contextmanager
+def closing_engines(context: RunContext) -> Iterator[None]:
+    """End at last what this rank has started, and say before that where a training has stopped."""
     try:
-        begin_servers(context, unfinished)
-        training = context.artifacts.get(Stage.train)
-        if world.is_main and training is not None and not training.finished:
-            # Now, because a training to continue may delete its checkpoint during other stages.
-            begin_training(context)
-        for stage in [stage for stage in stages if stage in STAGES]:
-            if stage in unfinished:
-                run_stage(context, stage)
-                unfinished.remove(stage)
-            else:
-                context.reused.add(stage.value)
-                if world.is_main:
-                    note_settings(config, stage, context.artifacts[stage].directory)
-                    print(f"{stage.value}: reused, {context.artifacts[stage].directory}", flush=True)
-            end_engines(context, unfinished)
-            if world.is_main and (after := STAGES[stage].after) is not None:
-                after(context)
-        if world.is_main and Stage.report in stages:
-            print(run_report(context))
+        yield
     except Stopped as stopped:
-        if world.is_main:  # before the engines end, which takes time that may be up
+        if context.world.is_main:  # now, because the engines take time to end, which may be up
             stopped.write(context.output_dir)
+            end_jobs(context)
         raise
     finally:
         context.servers.close()
         context.torchspec.close(together=False)
 
 
+def run_stages(context: RunContext) -> None:
+    """Run the selected stages in order, after checking what they need."""
+    stages = needed_stages(context.config)
+    unfinished = checked_stages(context, stages)
+    models = _model_fingerprints(context)
+    on_every_rank(context, check_node, models=models, unfinished=_names(unfinished))
+    on_every_rank(context, begin_servers, unfinished=_names(unfinished))
+    training = context.artifacts.get(Stage.train)
+    if training is not None and not training.finished:
+        # Now, because a training to continue may delete its checkpoint during other stages.
+        begin_training(context)
+    for stage in [stage for stage in stages if stage in STAGES]:
+        if stage in unfinished:
+            run_stage(context, stage)
+            unfinished.remove(stage)
+        else:
+            context.reused.add(stage.value)
+            note_settings(context.config, stage, context.artifacts[stage].directory)
+            print(f"{stage.value}: reused, {context.artifacts[stage].directory}", flush=True)
+        on_every_rank(context, end_engines, unfinished=_names(unfinished))
+        if (after := STAGES[stage].after) is not None:
+            after(context)
+    if Stage.report in stages:
+        print(run_report(context))
+
+
 def run_stage(context: RunContext, stage: Stage) -> None:
-    """Run a stage without a result, or wait until rank 0 has. Every rank calls."""
-    definition, artifact, is_main = STAGES[stage], context.artifacts[stage], context.world.is_main
+    """Run a stage without a result."""
+    artifact = context.artifacts[stage]
     begin_stage(context, stage)
-    started = time.perf_counter() - (artifact.begin() if is_main else 0.0)
-    if is_main or definition.every_rank:
-        try:
-            summary = definition.run(context, artifact.directory)
-        except DamagedShard as damage:
-            # On every rank, because the launcher may end rank 0 before it gets here.
-            reopen_capture(context.artifacts[Stage.capture], damage)
-            raise
-        release_memory(context)
-        seconds = time.perf_counter() - started
-        if is_main:
-            artifact.finish(seconds, summary)
-            print(f"{stage.value}: done in {seconds:.1f} s{_shown(summary)}", flush=True)
-    wait_for(artifact.manifest_path)
+    started = time.perf_counter() - artifact.begin()
+    if STAGES[stage].every_rank:
+        on_other_ranks(context, take_part, stage=stage.value, artifacts=_located(context))
+    summary = filled(context, stage)
+    seconds = time.perf_counter() - started
+    artifact.finish(seconds, summary)
+    print(f"{stage.value}: done in {seconds:.1f} s{_shown(summary)}", flush=True)
 
 
-def check_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
-    """Have rank 0 check what the stages need and locate their results; return those that have none yet.
+def begin_stage(context: RunContext, stage: Stage) -> None:
+    """Prepare what a stage without a result needs."""
+    on_every_rank(context, prepare_engines, stage=stage.value)
+    artifact = context.artifacts[stage]
+    print(f"{stage.value}: {artifact.directory}", flush=True)
+    artifact.directory.mkdir(parents=True, exist_ok=True)
+    note_settings(context.config, stage, artifact.directory)
 
-    Every rank calls.
+
+def filled(context: RunContext, stage: Stage) -> dict[str, Any]:
+    """Fill the directory of a stage's result, or this rank's part of it, and return its summary."""
+    try:
+        summary = STAGES[stage].run(context, context.artifacts[stage].directory)
+    except DamagedShard as damage:
+        # On every rank, because the launcher may end rank 0 before it gets here.
+        reopen_capture(context.artifacts[Stage.capture], damage)
+        raise
+    release_memory(context)
+    return summary
+
+
+def take_part(context: RunContext, stage: str, artifacts: dict[str, list[Any]]) -> None:
+    """Run this rank's part of a stage on the results that rank 0 has located."""
+    context.artifacts = {
+        Stage(name): Artifact(name, inputs, Path(directory))
+        for name, (inputs, directory) in artifacts.items()
+    }
+    filled(context, Stage(stage))
+
+
+def check_node(context: RunContext, models: list[str | None], unfinished: list[str]) -> None:
+    """Check that this rank can take part.
+
+    Args:
+        models: fingerprints of the target and of the drafter to start from, as rank 0 finds them.
 
     Raises:
-        UserError: a stage cannot run here, or this rank would load other files than rank 0.
+        UserError: this rank would load other models, or its node's GPUs are too small.
     """
-
-    def found() -> tuple[list[str], dict[str, dict[str, Any]], list[str | None]]:
-        unfinished = [stage.value for stage in checked_stages(context, stages)]
-        inputs = {stage.value: artifact.inputs for stage, artifact in context.artifacts.items()}
-        return unfinished, inputs, _loaded(context)
-
-    unfinished, inputs, loaded = made_by_main("stages", found, context.world)
-    for name, one in inputs.items():
-        context.artifacts[Stage(name)] = Artifact.locate(context.output_dir / "artifacts", name, one)
-    if (own := _loaded(context)) != loaded:
-        remedy = f"Rank {context.world.rank} finds files with these fingerprints, and rank 0 {loaded}; "
-        raise UserError("target.model, drafter.init_from", own, f"{remedy}give every node the same.")
-    return [Stage(name) for name in unfinished]
+    if (own := _model_fingerprints(context)) != models:
+        found = f"Rank {context.world.rank} finds files with these fingerprints, and rank 0 {models}"
+        raise UserError("target.model, drafter.init_from", own, f"{found}; give every node the same.")
+    if context.world.leads_node:
+        check_gpu_memory(context.config, cluster_at_hand(context.world), [*map(Stage, unfinished)])
 
 
-def _loaded(context: RunContext) -> list[str | None]:
+def _model_fingerprints(context: RunContext) -> list[str | None]:
     """Return the fingerprints of the models that every rank loads."""
     return [context.target.parts.fingerprint, context.drafter.initial_fingerprint]
+
+
+JOBS: dict[str, Job] = {
+    job.__name__: job
+    for job in (check_node, begin_servers, prepare_engines, answer_part, take_part, end_engines)
+}
+
+
+def _names(stages: Sequence[Stage]) -> list[str]:
+    return [stage.value for stage in stages]
+
+
+def _located(context: RunContext) -> dict[str, list[Any]]:
+    """Return where the results are, as `take_part` gets them."""
+    return {
+        stage.value: [artifact.inputs, str(artifact.directory)]
+        for stage, artifact in context.artifacts.items()
+    }
 
 
 def checked_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
@@ -207,7 +267,6 @@ def checked_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
     dtype = str(context.target.parts.dtype).removeprefix("torch.")
     print(f"target: every engine computes it in {dtype}", flush=True)
     unfinished = unfinished_stages(context, stages)
-    check_gpu_memory(config, cluster_at_hand(world), unfinished)
     check_store(config, set(unfinished))
     if config.vllm.engine_args and starts_vllm(replace(config, stages=unfinished)):
         engine = server_settings(config, context.captured_target).engine
@@ -259,18 +318,6 @@ def reopen_if_damaged(export: Artifact) -> None:
         except UserError as error:
             print(f"export: {error}", flush=True)
             export.reopen()
-
-
-def begin_stage(context: RunContext, stage: Stage) -> None:
-    """Prepare what a stage without a result needs. Every rank calls."""
-    artifact = context.artifacts[stage]
-    prepare_engines(context, stage)
-    if context.world.is_main:
-        print(f"{stage.value}: {artifact.directory}", flush=True)
-    if context.world.is_main or STAGES[stage].every_rank:
-        artifact.directory.mkdir(parents=True, exist_ok=True)
-    if context.world.is_main:
-        note_settings(context.config, stage, artifact.directory)
 
 
 def release_memory(context: RunContext) -> None:

@@ -3,7 +3,6 @@
 The first process of each other node has its part of the answers written.
 """
 
-import math
 import os
 import shutil
 from dataclasses import asdict
@@ -33,7 +32,7 @@ from eagle31.tensor_files import save_tensors
 from train.config.data import SELF, DataConfig
 from train.config.run import RunConfig
 from train.context import RunContext
-from train.distributed import read_when_set, shared_values
+from train.jobs import on_other_ranks
 from train.stages.sources import (
     Located,
     evaluation_source,
@@ -91,11 +90,6 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
 def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     """Read, hold prompts out, render and tokenize, into `train/`, token counts and `held_out.json`."""
     data = context.config.data
-    if not context.world.is_main:
-        if data.regenerate.enabled and context.world.leads_node:
-            read_when_set(shared_values(), str(directory), math.inf)
-            regenerated(context, _asked(context.config, mixed_training(directory)), directory / ANSWERS)
-        return {}
     if data.train == SELF and not (directory / SELF_PROMPTS).exists():
         write_prompts(context, directory / SELF_PROMPTS)
 
@@ -116,7 +110,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     if data.template_probability:
         _check_templates(data, context.target, conversations[0])
     if data.regenerate.enabled:
-        shared_values().set(str(directory), "")
+        on_other_ranks(context, answer_part, directory=str(directory))
         dataset = regenerated(context, _asked(context.config, conversations), directory / ANSWERS)
         assert dataset is not None
         save_dataset(dataset, directory / _TOKENIZED)
@@ -151,6 +145,13 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     if not summary["num_samples"]:
         raise UserError("data.train", data.train, "No sample has two assistant tokens in a row to train on.")
     return summary
+
+
+def answer_part(context: RunContext, directory: str) -> None:
+    """Have this node's part of the answers written, by its first process."""
+    if context.world.leads_node:
+        data = Path(directory)
+        regenerated(context, _asked(context.config, mixed_training(data)), data / ANSWERS)
 
 
 def _choose(directory: Path, limit: int | None, seed: int, vocab_size: int) -> None:

@@ -20,7 +20,7 @@ _CAPTURERS = {Stage.capture, Stage.train}
 _WRITERS = {Stage.data, Stage.answers}  # have the target write completions
 
 
-def begin_servers(context: RunContext, unfinished: Sequence[Stage]) -> None:
+def begin_servers(context: RunContext, unfinished: Sequence[str]) -> None:
     """Start the servers that unfinished stages need, or check the ones that the recipe names.
 
     Every rank calls, before the first stage. Servers that are started load the target while the first stages
@@ -29,7 +29,7 @@ def begin_servers(context: RunContext, unfinished: Sequence[Stage]) -> None:
     Raises:
         UserError: a server is not what the run needs, or its states do not arrive.
     """
-    users = [stage for stage in unfinished if uses_servers(context.config, stage)]
+    users = [stage for stage in map(Stage, unfinished) if uses_servers(context.config, stage)]
     if context.servers.named:
         for stage in users:
             _check(context, stage)
@@ -37,7 +37,7 @@ def begin_servers(context: RunContext, unfinished: Sequence[Stage]) -> None:
         context.servers.start(must_capture(context.config, users[0]))
 
 
-def prepare_engines(context: RunContext, stage: Stage) -> None:
+def prepare_engines(context: RunContext, stage: str) -> None:
     """Wait for the servers that the run has started, and check them; start TorchSpec's engines.
 
     Every rank calls, before the stage.
@@ -45,19 +45,21 @@ def prepare_engines(context: RunContext, stage: Stage) -> None:
     Raises:
         UserError: a server or engine does not start, is not what the run needs, or its states do not arrive.
     """
-    if uses_servers(context.config, stage) and not context.servers.named:
-        context.servers.start(must_capture(context.config, stage))
+    of_stage = Stage(stage)
+    if uses_servers(context.config, of_stage) and not context.servers.named:
+        context.servers.start(must_capture(context.config, of_stage))
         context.servers.wait_until_ready()
-        _check(context, stage)
-    if uses_torchspec(context.config, stage):
+        _check(context, of_stage)
+    if uses_torchspec(context.config, of_stage):
         context.torchspec.start()
 
 
-def end_engines(context: RunContext, unfinished: Sequence[Stage]) -> None:
+def end_engines(context: RunContext, unfinished: Sequence[str]) -> None:
     """End the servers and engines of the run once no unfinished stage needs them. Every rank calls."""
-    if not any(uses_servers(context.config, stage) for stage in unfinished):
+    stages = [*map(Stage, unfinished)]
+    if not any(uses_servers(context.config, stage) for stage in stages):
         context.servers.close()
-    if not any(uses_torchspec(context.config, stage) for stage in unfinished):
+    if not any(uses_torchspec(context.config, stage) for stage in stages):
         context.torchspec.close(together=True)
 
 
