@@ -1,4 +1,4 @@
-"""The output directory: results named by a fingerprint of their inputs, links, and what killed runs leave."""
+"""Results of stages, named by a fingerprint of their inputs, and the output directories of runs."""
 
 import hashlib
 import json
@@ -14,11 +14,13 @@ from typing import Any
 
 from datasets import Dataset, load_from_disk
 
-from data.locks import holder, try_lock
+from data.locks import holder, lock, try_lock
 from eagle31.errors import UserError
 from eagle31.json_files import read_json_object, write_json
+from train.config.run import RunConfig
 
 MANIFEST = "stage.json"
+EXPORT, TRAINING = "export", "training"  # links in the output directory
 _LOCK_FILE = ".lock"  # in the output directory
 _STARTED = "started.json"  # when an unfinished stage was started, and how long its earlier starts took
 # How this project, and how safetensors, names what is being written.
@@ -43,9 +45,9 @@ class Artifact:
     directory: Path
 
     @staticmethod
-    def locate(output_dir: Path, stage: str, inputs: dict[str, Any]) -> "Artifact":
+    def locate(directory: Path, stage: str, inputs: dict[str, Any]) -> "Artifact":
         inputs = json.loads(json.dumps(inputs, default=str))  # as its manifest has them
-        return Artifact(stage, inputs, output_dir / f"{stage}-{fingerprint(inputs)}")
+        return Artifact(stage, inputs, directory / f"{stage}-{fingerprint(inputs)}")
 
     @property
     def manifest_path(self) -> Path:
@@ -82,6 +84,18 @@ class Artifact:
     def key(self) -> str:
         """The name by which later stages include this result in their inputs."""
         return self.directory.name
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other runs from making this result; wait for one that is making it."""
+        path = self.directory.parent / f".{self.key}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        taken = try_lock(path)
+        if taken is None:
+            print(f"{self.stage}: waits for {holder(path)}, which makes {self.directory}", flush=True)
+            taken = lock(path)
+        with taken:
+            yield
 
     def begin(self) -> float:
         """Begin a start; return the seconds of the killed ones before, each up to its last written file."""
@@ -130,12 +144,12 @@ def exclusive(output_dir: Path) -> Iterator[None]:
         UserError: another run holds it.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
-    lock = try_lock(output_dir / _LOCK_FILE)
-    if lock is None:
+    taken = try_lock(output_dir / _LOCK_FILE)
+    if taken is None:
         who = holder(output_dir / _LOCK_FILE)
         remedy = f"Another run is using this directory: {who}. Wait for it or end it."
         raise UserError("output_dir", output_dir, remedy)
-    with lock:
+    with taken:
         yield
 
 
@@ -156,9 +170,27 @@ def check_links(output_dir: Path, names: Iterable[str]) -> None:
             raise UserError("output_dir", path, remedy)
 
 
-def has_trained(output_dir: Path) -> bool:
-    """Whether a training in this output directory has a checkpoint, which the same command resumes."""
-    return any(output_dir.glob("artifacts/train-*/checkpoints/step-*"))
+def has_trained(training: Path) -> bool:
+    """Return whether a training has a checkpoint, which the same command resumes."""
+    return any(training.glob("checkpoints/step-*"))
+
+
+def artifacts_dir(config: RunConfig) -> Path:
+    """Return the directory of the results: by default that of the training to continue, or the run's own."""
+    if config.artifacts_dir is not None:
+        return Path(config.artifacts_dir)
+    if config.train.continue_from is not None:
+        training = named_training(config.train.continue_from)[0] / TRAINING
+        if training.exists():
+            return training.resolve().parent
+    return Path(config.output_dir) / "artifacts"
+
+
+def named_training(origin: str) -> tuple[Path, int | None]:
+    """Return directory and step of `OUTPUT_DIR` or `OUTPUT_DIR@STEP`; None is the newest checkpoint."""
+    directory, separator, step = origin.rpartition("@")
+    named = separator and step.isdigit() and not Path(origin).exists()
+    return Path(directory if named else origin).resolve(), int(step) if named else None
 
 
 def remove_leftovers(directory: Path) -> None:

@@ -20,7 +20,15 @@ from eagle31.errors import UserError
 from eagle31.export.read import check_weights
 from eagle31.export.write import check_config
 from eagle31.json_files import write_json, write_text
-from train.artifact import MANIFEST, Artifact, check_links, exclusive, remove_leftovers
+from train.artifact import (
+    EXPORT,
+    TRAINING,
+    Artifact,
+    artifacts_dir,
+    check_links,
+    exclusive,
+    remove_leftovers,
+)
 from train.config.run import (
     RunConfig,
     Stage,
@@ -39,10 +47,10 @@ from train.plan.sizes import RunSizes
 from train.plan.table import format_plan
 from train.stages.answers import answers_inputs, check_answers, run_answers
 from train.stages.capture import capture_inputs, run_capture
-from train.stages.continuing import begin_training, link_results
+from train.stages.continuing import begin_training, link_training
 from train.stages.data import answer_part, data_inputs, run_data
 from train.stages.evaluate import evaluate_inputs, run_evaluate
-from train.stages.export import EXPORT, export_inputs, link_export, run_export
+from train.stages.export import export_inputs, link_export, run_export
 from train.stages.plan import check_amounts, write_plan
 from train.stages.report import run_report
 from train.stages.servers import begin_servers, end_engines, prepare_engines
@@ -69,7 +77,7 @@ STAGES = {
     Stage.vocab: StageRun(vocab_inputs, run_vocab),
     Stage.answers: StageRun(answers_inputs, run_answers, after=check_answers),
     Stage.capture: StageRun(capture_inputs, run_capture, every_rank=True),
-    Stage.train: StageRun(train_inputs, run_train, every_rank=True),
+    Stage.train: StageRun(train_inputs, run_train, every_rank=True, after=link_training),
     Stage.export: StageRun(export_inputs, run_export, after=link_export),
     Stage.evaluate: StageRun(evaluate_inputs, run_evaluate),
 }
@@ -170,14 +178,17 @@ def run_stages(context: RunContext) -> None:
 def run_stage(context: RunContext, stage: Stage) -> None:
     """Run a stage without a result."""
     artifact = context.artifacts[stage]
-    begin_stage(context, stage)
-    started = time.perf_counter() - artifact.begin()
-    if STAGES[stage].every_rank:
-        on_other_ranks(context, take_part, stage=stage.value, artifacts=_located(context))
-    summary = filled(context, stage)
-    seconds = time.perf_counter() - started
-    artifact.finish(seconds, summary)
-    print(f"{stage.value}: done in {seconds:.1f} s{_shown(summary)}", flush=True)
+    with artifact.locked():
+        if artifact.finished:  # another run has made it in the meantime
+            return
+        begin_stage(context, stage)
+        started = time.perf_counter() - artifact.begin()
+        if STAGES[stage].every_rank:
+            on_other_ranks(context, take_part, stage=stage.value, artifacts=_located(context))
+        summary = filled(context, stage)
+        seconds = time.perf_counter() - started
+        artifact.finish(seconds, summary)
+        print(f"{stage.value}: done in {seconds:.1f} s{_shown(summary)}", flush=True)
 
 
 def begin_stage(context: RunContext, stage: Stage) -> None:
@@ -186,6 +197,7 @@ def begin_stage(context: RunContext, stage: Stage) -> None:
     artifact = context.artifacts[stage]
     print(f"{stage.value}: {artifact.directory}", flush=True)
     artifact.directory.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(artifact.directory)
     note_settings(context.config, stage, artifact.directory)
 
 
@@ -193,9 +205,9 @@ def filled(context: RunContext, stage: Stage) -> dict[str, Any]:
     """Fill the directory of a stage's result, or this rank's part of it, and return its summary."""
     try:
         summary = STAGES[stage].run(context, context.artifacts[stage].directory)
-    except DamagedShard as damage:
+    except DamagedShard:
         # On every rank, because the launcher may end rank 0 before it gets here.
-        reopen_capture(context.artifacts[Stage.capture], damage)
+        context.artifacts[Stage.capture].reopen()
         raise
     release_memory(context)
     return summary
@@ -256,17 +268,17 @@ def checked_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
         UserError: a stage cannot run here, or a stage without a result is not selected.
     """
     config, world = context.config, context.world
-    if Stage.train in config.stages:
-        check_ranks(config, world.size)
     for captures in (False, True):
         context.placement(captures=captures)  # refuses what cannot run on these nodes
-    check_links(context.output_dir, (EXPORT,))
+    check_links(context.output_dir, (EXPORT, TRAINING))
     check_environment(config)
     check_eagle3(config)
     check_drafter(context)
     dtype = str(context.target.parts.dtype).removeprefix("torch.")
     print(f"target: every engine computes it in {dtype}", flush=True)
     unfinished = unfinished_stages(context, stages)
+    if Stage.train in config.stages:
+        check_ranks(config, world.size, context.artifacts[Stage.train].directory)
     check_store(config, set(unfinished))
     if config.vllm.engine_args and starts_vllm(replace(config, stages=unfinished)):
         engine = server_settings(config, context.captured_target).engine
@@ -289,25 +301,10 @@ def unfinished_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stag
     continues = context.config.train.continue_from is not None
     for stage in [stage for stage in STAGES if stage in stages or continues]:
         inputs = STAGES[stage].inputs(context)
-        context.artifacts[stage] = Artifact.locate(context.output_dir / "artifacts", stage.value, inputs)
-    link_results(context)
+        context.artifacts[stage] = Artifact.locate(artifacts_dir(context.config), stage.value, inputs)
     if Stage.export in stages:
         reopen_if_damaged(context.artifacts[Stage.export])
     return [stage for stage, one in context.artifacts.items() if stage in stages and not one.finished]
-
-
-def reopen_capture(capture: Artifact, damage: DamagedShard) -> None:
-    """Have a shard captured again by the next run.
-
-    Raises:
-        UserError: the states are those of another run, which this one must not change.
-    """
-    if capture.directory.is_symlink():
-        theirs = capture.directory.resolve()
-        remedy = f"It belongs to the run in {theirs.parent.parent}; that run's command captures it again, "
-        remedy += f"once you have deleted the shard and {theirs / MANIFEST}."
-        raise UserError(damage.field, damage.value, remedy) from damage
-    capture.reopen()
 
 
 def reopen_if_damaged(export: Artifact) -> None:

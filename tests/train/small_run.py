@@ -67,7 +67,7 @@ def saved_steps(directory: Path) -> list[str]:
 
 def assert_faithful(directory: Path) -> None:
     """Check that greedy completions are the target's and that replay equals decoding, on all test prompts."""
-    [path] = directory.glob("artifacts/evaluate-*/evaluation.json")
+    [path] = (directory / "export").resolve().parent.parent.glob("evaluate-*/evaluation.json")
     evaluation = read_json(path)
     assert_agreement(evaluation)
     decoding, [replayed] = (

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from data.embedded.target import EmbeddedTarget
-from data.store import DamagedShard
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, read_jsonl
 from tests.runs.forked import RUN_SECONDS, start
@@ -21,11 +20,11 @@ from tests.train.small_run import (
     saved_steps,
 )
 from tests.train.torchrun import run_here, torchrun
-from train.artifact import Artifact, exclusive
+from train.artifact import exclusive
 from train.command import FAILURE, MISTAKE
 from train.config.run import Stage
 from train.context import RunContext
-from train.pipeline import STAGES, StageRun, reopen_capture
+from train.pipeline import STAGES, StageRun
 from train.stages.states import open_store
 from train.stages.train import train_inputs
 
@@ -153,21 +152,6 @@ def test_only_a_damaged_shard_is_captured_again(
     assert "/validation," not in printed.err
     again = max(shard.parent.glob("shard-rank-0-*.safetensors"))
     assert again.read_bytes() == whole
-
-
-def test_a_damaged_shard_of_another_run_is_left_to_it(tmp_path: Path) -> None:
-    here, there = (Artifact.locate(tmp_path / run / "artifacts", "capture", {}) for run in ("here", "there"))
-    damage = DamagedShard("shard.safetensors", "sample 3", "Delete it.")
-    there.begin()
-    there.finish(1.0, {})
-    here.directory.parent.mkdir(parents=True)
-    here.directory.symlink_to(there.directory)
-    with pytest.raises(UserError, match=f"the run in {tmp_path}/there; .*{there.manifest_path}") as caught:
-        reopen_capture(here, damage)
-    assert caught.value.field == "shard.safetensors"
-    assert there.finished
-    reopen_capture(there, damage)
-    assert not there.finished
 
 
 def test_a_damaged_checkpoint_is_skipped_and_other_processes_resume(

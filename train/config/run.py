@@ -71,6 +71,11 @@ class RunConfig:
     recipe_name: str = setting(MISSING, "Name of the recipe, for reports. Set by recipe=NAME.")
     stages: list[Stage] = setting(list(Stage), "Stages to run. Finished ones are reused.")
     output_dir: str = setting(MISSING, "Directory of all results. Set to outputs/NAME by default.")
+    artifacts_dir: str | None = setting(
+        None,
+        "Directory of the results of stages, named by what they depend on. Runs that share it reuse each "
+        "other's. null: OUTPUT_DIR/artifacts, or that of the training to continue.",
+    )
     seed: int = setting(0, "Seed of all random choices.", ge=0, le=2**63 - 1)
     stop_after_minutes: float | None = setting(
         None,

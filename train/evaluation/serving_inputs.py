@@ -6,6 +6,7 @@ import sys
 import tempfile
 import typing
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,9 @@ from data.target.tokenizer import load_tokenizer
 from eagle31.errors import UserError
 from eagle31.export.layouts import read_raw_config
 from eagle31.export.published_config import read_config
+from eagle31.json_files import read_json
+from train.artifact import MANIFEST
+from train.config.run import Stage
 from train.engines.serving import EngineSpec, draft_room
 from train.evaluation.measure import common_positions
 
@@ -192,8 +196,7 @@ def find_prompts(
     Raises:
         UserError: there are none.
     """
-    run = run_directory(export)
-    held_out = run and newest_answers(run)
+    held_out = held_out_answers(export)
     if file is not None:
         found = Source(str(file), require_answer=False, field="--prompts").reader()
         prompts = [render_prompt(tokenizer, prompt_messages(one), one.tools, {}) for one in found]
@@ -201,7 +204,7 @@ def find_prompts(
         rows = load_from_disk(str(held_out))
         prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in rows]
     else:
-        remedy = "The export is not in a run's directory; give prompts with --prompts FILE."
+        remedy = "It is not the export of a run; give prompts with --prompts FILE."
         raise UserError("--prompts", None, remedy)
     source = str(file or held_out)
     if not prompts:
@@ -213,15 +216,22 @@ def run_directory(export: Path) -> Path | None:
     """Return the OUTPUT_DIR of the run that holds an export, also through the link `OUTPUT_DIR/export`."""
     for path in (export.absolute(), export.resolve()):
         for parent in path.parents:
-            if (parent / "artifacts").is_dir() and (parent / "config.yaml").exists():
+            if (parent / "run.json").exists():
                 return parent
     return None
 
 
-def newest_answers(run: Path) -> Path | None:
-    """Return the directory of the run's newest held-out test prompts."""
-    found = [path for path in run.glob("artifacts/answers-*/test") if (path.parent / "stage.json").exists()]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+def held_out_answers(export: Path) -> Path | None:
+    """Return the directory of the held-out test prompts of the run that wrote an export.
+
+    The inputs of each result name those that it was made from.
+    """
+    made = export.resolve().parent
+    with suppress(FileNotFoundError, KeyError):
+        for stage in (Stage.train, Stage.capture, Stage.answers):
+            made = made.parent / read_json(made / MANIFEST)["inputs"][stage.value]
+        return made / "test"
+    return None
 
 
 def check_prompts(prompts: Prompts, room: int, max_new_tokens: int) -> None:

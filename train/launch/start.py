@@ -16,6 +16,7 @@ from data.target.checkpoint import is_hub_id
 from data.target.loading import check_attention
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
+from train.artifact import artifacts_dir
 from train.config.capture import CaptureMode, TransportKind
 from train.config.data import SELF
 from train.config.run import (
@@ -41,6 +42,7 @@ def check_start(config: RunConfig) -> None:
         UserError: the first of them.
     """
     check_writable("output_dir", Path(config.output_dir))
+    check_writable("artifacts_dir", artifacts_dir(config))  # an earlier run may have been another account's
     if config.capture.spool_dir is not None:
         check_writable("capture.spool_dir", Path(config.capture.spool_dir))
 
@@ -118,18 +120,17 @@ def check_store(config: RunConfig, stages: Set[Stage]) -> None:
 
 def check_writable(field: str, directory: Path) -> None:
     """Raise UserError if no file can be written below a directory, which may not exist yet. It is tried."""
-    for path in (directory, directory / "artifacts"):  # an earlier run may have been another account's
-        there, obstacle = existing(path), None
-        try:
-            with tempfile.TemporaryFile(dir=there) as file:
-                file.write(b"eagle31")
-        except NotADirectoryError:
-            obstacle = f"{there} is a file"
-        except OSError as error:
-            obstacle = f"{there}: {os.strerror(error.errno or 0)}"
-        if obstacle is not None:
-            remedy = f"Nothing can be written there ({obstacle}); give a directory that this account can use."
-            raise UserError(field, directory, remedy)
+    there, obstacle = existing(directory), None
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"eagle31")
+    except NotADirectoryError:
+        obstacle = f"{there} is a file"
+    except OSError as error:
+        obstacle = f"{there}: {os.strerror(error.errno or 0)}"
+    if obstacle is not None:
+        remedy = f"Nothing can be written there ({obstacle}); give a directory that this account can use."
+        raise UserError(field, directory, remedy)
 
 
 def check_port(field: str, port: int, host: str = "127.0.0.1") -> None:

@@ -12,7 +12,7 @@ from huggingface_hub.errors import CacheNotFound
 
 from data.capture.transport.spool import MEMORY
 from data.target.checkpoint import is_hub_id
-from train.artifact import MANIFEST
+from train.artifact import MANIFEST, artifacts_dir
 from train.config.capture import CaptureMode, CaptureSource, TransportKind
 from train.config.run import Stage, states_directory, waiting_bytes
 from train.config.target import EMBEDDED
@@ -83,7 +83,7 @@ def disks(sizes: RunSizes, work: Work) -> list[Room]:
 
 def _uses(sizes: RunSizes, work: Work) -> Iterator[tuple[Path, Use]]:
     config = sizes.config
-    capture, output_dir = config.capture, Path(config.output_dir)
+    capture, results = config.capture, artifacts_dir(config)
     made = made_with(config, Stage.capture)
     if not any((one / MANIFEST).exists() for one in made):
         size, remedy = work.held_out_bytes, "Lower data.num_validation and data.num_test"
@@ -91,12 +91,12 @@ def _uses(sizes: RunSizes, work: Work) -> Iterator[tuple[Path, Use]]:
             size += work.store_bytes or 0
             smaller = "" if capture.codec == "fp8" else "capture.codec=fp8, "
             remedy = f"Set {smaller}capture.mode=online or a lower data.max_samples"
-        yield output_dir, Use("the store", size - _bytes_of(made), f"{remedy}, or free some space.")
+        yield results, Use("the store", size - _bytes_of(made), f"{remedy}, or free some space.")
     # One checkpoint more than are kept, and three copies of the weights.
     kept = 4 * sizes.num_parameters * (_STATES * (config.train.keep_checkpoints + 1) + 3)
     remedy = "Lower train.keep_checkpoints, or free some space."
     left = kept - _bytes_of(made_with(config, Stage.train) + made_with(config, Stage.export))
-    yield output_dir, Use("checkpoints and export", left, remedy)
+    yield results, Use("checkpoints and export", left, remedy)
     remedy = "Set HF_HOME to a directory on a larger disk."
     yield Path(constants.HF_HUB_CACHE), Use("the target's weights", download_bytes(sizes), remedy)
     if (spool := states_directory(config)) is not None:

@@ -1,16 +1,25 @@
-"""What earlier runs in the same output directory have left that a run with these settings would take."""
+"""What earlier runs have left that a run with these settings would take."""
 
 import os
 from dataclasses import asdict
 from pathlib import Path
 
 from eagle31.json_files import read_json, write_json
-from train.artifact import fingerprint
+from train.artifact import artifacts_dir, fingerprint
 from train.config.run import RunConfig, Stage
 
 _SETTINGS = "settings.json"  # in the directory of a result
 # The groups of settings on which no result of a training depends.
-_NOT_OF_TRAINING = ("output_dir", "stages", "plan", "export", "evaluate", "vllm", "torchspec")
+_NOT_OF_TRAINING = (
+    "output_dir",
+    "artifacts_dir",
+    "stages",
+    "plan",
+    "export",
+    "evaluate",
+    "vllm",
+    "torchspec",
+)
 
 
 def settings_of(config: RunConfig, stage: Stage) -> str:
@@ -39,5 +48,5 @@ def note_settings(config: RunConfig, stage: Stage, directory: Path) -> None:
 def made_with(config: RunConfig, stage: Stage) -> list[Path]:
     """Return the directories of a stage's results with the same settings; the newest is the last."""
     settings = settings_of(config, stage)
-    notes = Path(config.output_dir).glob(f"artifacts/{stage.value}-*/{_SETTINGS}")
+    notes = artifacts_dir(config).glob(f"{stage.value}-*/{_SETTINGS}")
     return [path.parent for path in sorted(notes, key=os.path.getmtime) if read_json(path) == settings]

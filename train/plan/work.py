@@ -12,7 +12,7 @@ import torch
 from data.store.codec import Rows, encoded_bytes
 from data.target.architecture import attention_flops, cached_elements
 from eagle31.cost.flops import StepFlops, step_flops, typical_counts
-from train.artifact import Artifact
+from train.artifact import Artifact, artifacts_dir
 from train.config.capture import CaptureMode
 from train.config.data import SELF
 from train.config.plan import PlanConfig
@@ -153,7 +153,7 @@ def run_hours(config: RunConfig, work: Work, gpus: GpusAtWork) -> Hours:
         how = f"{rate:g} TFLOP/s per GPU"
     regenerate = None if work.completions is None else work.completions.hours(config.plan, gpus.write)
     capture, train = at_rate(work.capture_flops, gpus.target), at_rate(work.train_flops, gpus.train)
-    measured = _measured_rate(Path(config.output_dir))
+    measured = _measured_rate(artifacts_dir(config))
     if measured is not None and work.trained_tokens is not None:
         train = work.trained_tokens / (measured * gpus.train) / _HOUR
         how = f"measured: {measured:,.0f} tokens/s per process"
@@ -164,9 +164,9 @@ def run_hours(config: RunConfig, work: Work, gpus: GpusAtWork) -> Hours:
     return Hours(regenerate, capture, train, total, how, gpu_tokens)
 
 
-def _measured_rate(output_dir: Path) -> float | None:
+def _measured_rate(directory: Path) -> float | None:
     """Return the tokens per second of each rank that the newest training in this directory reached."""
-    files = sorted(output_dir.glob("artifacts/train-*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+    files = sorted(directory.glob("train-*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
     lines = files[-1].read_text(encoding="utf-8", errors="replace").splitlines() if files else []
     for line in reversed(lines):
         with suppress(ValueError, KeyError, TypeError):  # a line that was cut

@@ -7,19 +7,17 @@ checkpoint it means is decided when that directory is begun, before any stage, a
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data.target.tokenizer import tokenizer_fingerprint
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, read_jsonl, write_json, write_jsonl
-from train.artifact import Artifact, fingerprint
-from train.config.run import RunConfig, Stage, training_seed
-from train.config.training import OptimConfig
+from train.artifact import TRAINING, Artifact, fingerprint, link_result, named_training
+from train.config.run import RunConfig, Stage
 from train.context import RunContext
 from train.drafter.chosen import ChosenDrafter
-from train.engines.inputs import target_inputs
+from train.stages.training_inputs import CONTINUED, training_inputs
 from train.trainer.checkpoint_files import (
     MANIFEST,
     STATE,
@@ -29,74 +27,10 @@ from train.trainer.checkpoint_files import (
     write_checked,
 )
 from train.trainer.checkpoints import CHECKPOINTS, TrainState, best_path, saved_steps
-from train.trainer.learning_rate import with_rates
 
 VOCAB = "vocab.safetensors"
-_CONTINUED = "continued"  # the input of a training that continues another
 _BEGUN, _METRICS, _FIELD = "begun.json", "metrics.jsonl", "train.continue_from"
-_LINKED = (Stage.data, Stage.answers, Stage.capture)
 _SHOWN = 6  # settings that a message names
-
-
-def fixed_inputs(config: RunConfig, drafter: ChosenDrafter) -> dict[str, Any]:
-    """Return the settings that cannot change when a training is continued."""
-    target, shape = drafter.target, plain(asdict(drafter.settings))
-    for name in ("init_revision", "block_size"):  # the second follows evaluate.draft_tokens
-        shape.pop(name)
-    if shape.pop("init_from") is not None:
-        shape["init_from"] = drafter.initial_fingerprint
-    return {
-        "target": target_inputs(config.target, target.parts),
-        "tokenizer": tokenizer_fingerprint(target.tokenizer),
-        "template": target.template_fingerprint,
-        "aux_layer_ids": list(drafter.aux_layer_ids),
-        "drafter": shape,
-        "optimizer": config.optim.name.value,
-        # How DeepSpeed splits the training state changes no result.
-        "precision": config.deepspeed.precision.value,
-        "seed": training_seed(config),
-    }
-
-
-def chosen_optim(config: RunConfig, drafter: ChosenDrafter) -> OptimConfig:
-    """Return the settings of the optimizer, with the rule's learning rates where the recipe gives none."""
-    return with_rates(config.optim, drafter.config(drafter.target.parts.vocab_size))
-
-
-def training_inputs(config: RunConfig, drafter: ChosenDrafter, data: Artifact) -> dict[str, Any]:
-    """Return what a training depends on, apart from the vocabulary and the states."""
-    training = asdict(config.train)
-    # These change no weights, or are separate inputs. validate_every stays in: it affects which step is
-    # chosen as the best.
-    for name in (
-        "log_every",
-        "rollout_chunk",
-        "row_ranks",
-        "save_every",
-        "keep_checkpoints",
-        "continue_from",
-        "seed",
-    ):
-        training.pop(name)
-    if config.train.max_steps is not None:
-        training.pop("num_epochs")
-    continued = {}
-    if config.train.continue_from is not None:
-        directory, step = _parsed(config.train.continue_from)
-        continued[_CONTINUED] = [str(directory), step]
-    return continued | {
-        "fixed": fixed_inputs(config, drafter),
-        "data": data.key,
-        "max_samples": config.data.max_samples,
-        "optim": plain(asdict(chosen_optim(config, drafter))),
-        "train": plain(training),
-        "draft_tokens": config.evaluate.draft_tokens,
-    }
-
-
-def plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with the values of enums."""
-    return {key: getattr(value, "value", value) for key, value in values.items()}
 
 
 def _order_key(inputs: dict[str, Any]) -> str:
@@ -132,56 +66,41 @@ class _Earlier:
         return read_json(self.directory / _BEGUN)["inputs"]
 
 
-def _parsed(origin: str) -> tuple[Path, int | None]:
-    """Return directory and step of `DIRECTORY` or `DIRECTORY@STEP`; None is the newest checkpoint."""
-    directory, separator, step = origin.rpartition("@")
-    named = separator and step.isdigit() and not Path(origin).exists()
-    return Path(directory if named else origin).resolve(), int(step) if named else None
-
-
 def _earlier(origin: str, inputs: dict[str, Any]) -> _Earlier:
-    """Return the newest checkpoint of the trainings in an output directory that have the same fixed settings.
+    """Return the newest or the named checkpoint of the training in an output directory.
 
     Args:
         inputs: of the training that continues it.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or it has other fixed settings.
     """
-    directory, step = _parsed(origin)
-    found = _checkpoints(directory / "artifacts")
-    if not found:
+    output_dir, step = named_training(origin)
+    directory = (output_dir / TRAINING).resolve()
+    steps = saved_steps(directory / CHECKPOINTS)
+    if not steps:
         raise UserError(_FIELD, origin, "No training there has a checkpoint yet; give an output_dir.")
-    same = [one for one in found if one.inputs["fixed"] == inputs["fixed"]]
-    if not same:
-        shown = differences(found[0].inputs["fixed"], inputs["fixed"])
-        remedy = f"The training in {found[0].directory} cannot be continued with other settings of these: "
+    found = _Earlier(directory, steps[-1] if step is None else step)
+    if found.inputs["fixed"] != inputs["fixed"]:
+        shown = differences(found.inputs["fixed"], inputs["fixed"])
+        remedy = f"The training in {directory} cannot be continued with other settings of these: "
         raise UserError(_FIELD, origin, f"{remedy}{shown}. Use its settings.")
-    named = [one for one in same if step in (None, one.step)]
-    if not named:
-        remedy = f"The checkpoints there are of steps {sorted(one.step for one in same)}."
-        raise UserError(_FIELD, origin, remedy)
+    if found.step not in steps:
+        raise UserError(_FIELD, origin, f"The checkpoints there are of steps {steps}.")
     max_steps = inputs["train"]["max_steps"]
-    if max_steps is not None and named[0].step >= max_steps:
+    if max_steps is not None and found.step >= max_steps:
         remedy = (
-            f"The training in {named[0].directory} is at step {named[0].step} already. Give more steps, or "
+            f"The training in {directory} is at step {found.step} already. Give more steps, or "
             f"{_FIELD}=DIRECTORY@STEP for an earlier one."
         )
         raise UserError("train.max_steps", max_steps, remedy)
-    return named[0]
-
-
-def _checkpoints(artifacts: Path) -> list[_Earlier]:
-    """Return the checkpoints of an output directory's trainings, the newest first."""
-    paths = [path.parent for path in artifacts.glob(f"train-*/{_BEGUN}")]
-    found = [_Earlier(path, one) for path in paths for one in saved_steps(path / CHECKPOINTS)]
-    return sorted(found, key=lambda one: one.checkpoint.stat().st_mtime, reverse=True)
+    return found
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> str:
     """Return the settings that differ, for a message."""
     ours, theirs = (
-        dict(_leaves({n: v for n, v in one.items() if n != _CONTINUED})) for one in (after, before)
+        dict(_leaves({n: v for n, v in one.items() if n != CONTINUED})) for one in (after, before)
     )
     missing = object()
     found = [
@@ -211,19 +130,33 @@ def begin_training(context: RunContext) -> None:
     """
     artifact, origin = context.artifacts[Stage.train], context.config.train.continue_from
     directory, inputs = artifact.directory, artifact.inputs
-    if saved_steps(directory / CHECKPOINTS):
-        return
-    if origin is None:
-        for other in _checkpoints(directory.parent)[:1]:
-            print(
-                f"train: starts at the first step. The training in {other.directory}, which is at step "
-                f"{other.step}, had other settings: {differences(other.inputs, inputs)}. With those the "
-                f"command resumes it; {_FIELD}={directory.parent.parent} continues it with the new ones.",
-                flush=True,
-            )
-        write_json(directory / _BEGUN, {"inputs": inputs})
-        return
-    earlier = _earlier(origin, inputs)
+    if not saved_steps(directory / CHECKPOINTS):
+        if origin is None:
+            _note_other(context.output_dir, inputs)
+            write_json(directory / _BEGUN, {"inputs": inputs})
+        else:
+            _continue(_earlier(origin, inputs), directory, inputs)
+    link_training(context)
+
+
+def link_training(context: RunContext) -> None:
+    """Have `training` in the output directory be this run's, which `train.continue_from` finds there."""
+    link_result(context.output_dir, TRAINING, context.artifacts[Stage.train].directory)
+
+
+def _note_other(output_dir: Path, inputs: dict[str, Any]) -> None:
+    """Say what differs from the training that the output directory has so far, if there is one."""
+    other = (output_dir / TRAINING).resolve()
+    if steps := saved_steps(other / CHECKPOINTS):
+        print(
+            f"train: starts at the first step. The training in {other}, which is at step {steps[-1]}, had "
+            f"other settings: {differences(read_json(other / _BEGUN)['inputs'], inputs)}. With those the "
+            f"command resumes it; {_FIELD}={output_dir} continues it with the new ones.",
+            flush=True,
+        )
+
+
+def _continue(earlier: _Earlier, directory: Path, inputs: dict[str, Any]) -> None:
     write_json(directory / _BEGUN, {"inputs": inputs, "continued_from": str(earlier)})
     try:
         _take_over(earlier, directory)
@@ -281,21 +214,6 @@ def _link(source: str, copy: str) -> str:
     except OSError:
         shutil.copy2(source, copy)
     return copy
-
-
-def link_results(context: RunContext) -> None:
-    """Link the results that the run of the training to continue has for this one. Rank 0 calls."""
-    origin = context.config.train.continue_from
-    for stage, artifact in context.artifacts.items():
-        here = artifact.directory
-        if here.is_symlink() and not here.exists():
-            here.unlink()  # that run was deleted
-        if stage not in _LINKED or origin is None or here.exists():
-            continue
-        there = _parsed(origin)[0] / "artifacts" / here.name
-        if (there / "stage.json").exists():
-            here.parent.mkdir(parents=True, exist_ok=True)
-            os.symlink(there.resolve(), here, target_is_directory=True)
 
 
 def kept_vocab(config: RunConfig, drafter: ChosenDrafter, data: Artifact) -> dict[str, str]:

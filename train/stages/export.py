@@ -6,7 +6,7 @@ from typing import Any
 from data.target.tokenizer import tokenizer_fingerprint
 from eagle31.export.layouts import Layout, Verifier
 from eagle31.export.write import write_export
-from train.artifact import link_result
+from train.artifact import EXPORT, link_result
 from train.config.run import Stage
 from train.context import RunContext
 from train.drafter.build import frozen_rows
@@ -16,8 +16,6 @@ from train.stages.report import describe_run
 from train.stages.vocab import load_projected, load_vocab
 from train.target import Target
 from train.trainer.checkpoints import CheckpointDirectory
-
-EXPORT = "export"  # in the output directory
 
 
 def export_inputs(context: RunContext) -> dict[str, Any]:

@@ -31,8 +31,9 @@ from train.stages.building import (
     shared_rows,
     step_dtype,
 )
-from train.stages.continuing import chosen_optim, keep_vocab, prepared, training_inputs
+from train.stages.continuing import keep_vocab, prepared
 from train.stages.states import open_store, opened_source, training_samples
+from train.stages.training_inputs import chosen_optim, training_inputs
 from train.stages.vocab import load_projected, load_vocab
 from train.stop import stop_reasons, time_limit
 from train.tracking import open_tracker
@@ -149,8 +150,11 @@ def check_rows(config: RunConfig, data: Artifact) -> None:
     check_enough(len(rows), train.row_tokens, train.rows_per_step)
 
 
-def check_ranks(config: RunConfig, size: int) -> None:
+def check_ranks(config: RunConfig, size: int, training: Path) -> None:
     """Check that each rank has as many rows of a step, or say what empty ones a resumed training has.
+
+    Args:
+        training: the directory of the training.
 
     Raises:
         UserError: the rows cannot be divided equally, and there is no training to resume.
@@ -159,7 +163,7 @@ def check_ranks(config: RunConfig, size: int) -> None:
     try:
         check_divisible(config.train.rows_per_step, size, config.train.row_ranks)
     except UserError as error:
-        if not has_trained(Path(config.output_dir)):
+        if not has_trained(training):
             raise
         print(
             f"train: the {error.value} rows of a step cannot be divided equally among {size} processes: "

@@ -1,11 +1,11 @@
 import json
-import os
 from pathlib import Path
 
 import pytest
 from datasets import Dataset
 
 from eagle31.errors import UserError
+from eagle31.json_files import write_json
 from tests.data.conversations import chat_templates as templates
 from tests.data.conversations.chat_templates import byte_level_tokenizer
 from train.evaluation.serving_inputs import (
@@ -29,17 +29,18 @@ def test_conversations_end_with_the_generation_prompt(tmp_path: Path) -> None:
 
 def run_with_prompts(directory: Path) -> Path:
     """Make an output directory with a link to its export, as a run leaves it; return the link."""
-    checkpoint = directory / "artifacts" / "export-1" / "checkpoint"
-    checkpoint.mkdir(parents=True)
-    (directory / "config.yaml").touch()
+    results, made_from = (
+        directory / "artifacts",
+        {"export": "train", "train": "capture", "capture": "answers"},
+    )
+    for stage, origin in made_from.items():
+        write_json(results / f"{stage}-1" / "stage.json", {"inputs": {origin: f"{origin}-1"}})
+    for name, first in (("answers-1", 0), ("answers-of-another-run", 1)):
+        rows = [{"input_ids": [first, 1, 2, 3], "num_prompt_tokens": 2}] * 3
+        Dataset.from_list(rows).save_to_disk(str(results / name / "test"))
+    (results / "export-1" / "checkpoint").mkdir()
+    (directory / "run.json").touch()
     (directory / "export").symlink_to("artifacts/export-1/checkpoint")
-    for age, name in enumerate(("answers-new", "answers-old", "answers-unfinished")):
-        rows = [{"input_ids": [age, 1, 2, 3], "num_prompt_tokens": 2}] * 3
-        Dataset.from_list(rows).save_to_disk(str(directory / "artifacts" / name / "test"))
-        os.utime(directory / "artifacts" / name / "test", (1000 - age, 1000 - age))
-        if not name.endswith("unfinished"):
-            (directory / "artifacts" / name / "stage.json").touch()
-    os.utime(directory / "artifacts" / "answers-unfinished" / "test", (2000, 2000))
     return directory / "export"
 
 
@@ -47,7 +48,7 @@ def test_default_is_the_held_out_prompts_of_the_run(tmp_path: Path) -> None:
     export = run_with_prompts(tmp_path)
     prompts, source = find_prompts(None, export, TOKENIZER, 2)
     assert prompts == [[0, 1]] * 2
-    assert "answers-new" in source
+    assert "answers-1" in source
     assert run_directory(export.resolve()) == run_directory(export) == tmp_path
 
 

@@ -16,9 +16,9 @@ from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json, read_jsonl
 from tests.train.small_run import RECIPE, arguments, assert_faithful, depends_on_time
 from tests.train.torchrun import torchrun
-from train.artifact import Artifact
+from train.artifact import Artifact, named_training
 from train.config.run import Stage
-from train.stages.continuing import _parsed, begin_training
+from train.stages.continuing import begin_training
 from train.trainer.checkpoint_files import load_weights
 
 WORKER = "tests/train/stages/runs_worker.py"
@@ -36,9 +36,10 @@ class Runs:
 
     def training(self, run: str, **settings: object) -> Path:
         """Return the directory of the run's training with these inputs."""
+        results = (self.root / run / "training").resolve().parent
         [found] = [
             path.parent
-            for path in (self.root / run).glob("artifacts/train-*/begun.json")
+            for path in results.glob("train-*/begun.json")
             if _matches(read_json(path)["inputs"], settings)
         ]
         return found
@@ -124,10 +125,11 @@ def test_an_extended_training_equals_one_that_was_longer_from_the_start(runs: Ru
 def test_a_warm_down_is_branched_off_into_another_directory(runs: Runs) -> None:
     for stage in ("data", "answers", "capture"):
         assert f"{stage}: reused" in runs.printed["branch"], stage
-    trained, whole = runs.training("branch"), runs.training("whole")
+    trained, whole = runs.training("branch", max_steps=12), runs.training("whole", max_steps=16)
     assert f"train: continues {whole} after step 8" in runs.printed["branch"]
     ours, theirs = (
-        [one for one in runs.metrics(name) if one["kind"] == "train"] for name in ("branch", "whole")
+        [one for one in runs.metrics(name, max_steps=steps) if one["kind"] == "train"]
+        for name, steps in (("branch", 12), ("whole", 16))
     )
     assert ours[:9] == theirs[:9]
     rates = [record["learning_rate"] for record in ours]
@@ -178,7 +180,7 @@ def test_the_same_command_finds_its_training_again(runs: Runs) -> None:
 def test_what_cannot_be_continued_is_refused(runs: Runs, run: str, field: str, remedy: str) -> None:
     assert f"refused: {field}" in runs.printed[run]
     assert remedy in runs.printed[run]
-    assert not list((runs.root / "third").glob("artifacts/train-*"))
+    assert not (runs.root / "third" / "training").exists()
 
 
 def test_a_training_that_starts_again_names_the_newest_other_one_and_what_differs(
@@ -188,7 +190,8 @@ def test_a_training_that_starts_again_names_the_newest_other_one_and_what_differ
         inputs = {"capture": "capture-1", "train": {"validate_every": validate_every, "max_steps": 9}}
         artifact = Artifact.locate(tmp_path / "artifacts", "train", inputs)
         settings = SimpleNamespace(train=SimpleNamespace(continue_from=None))
-        begin_training(SimpleNamespace(artifacts={Stage.train: artifact}, config=settings))
+        context = SimpleNamespace(artifacts={Stage.train: artifact}, config=settings, output_dir=tmp_path)
+        begin_training(context)
         return artifact.directory
 
     first = begin(200)
@@ -205,5 +208,5 @@ def test_a_training_that_starts_again_names_the_newest_other_one_and_what_differ
 
 def test_an_output_directory_may_end_as_a_step_does(tmp_path: Path) -> None:
     (tmp_path / "run@2").mkdir()
-    assert _parsed(f"{tmp_path}/run@2") == (tmp_path / "run@2", None)
-    assert _parsed(f"{tmp_path}/run@3") == (tmp_path / "run", 3)
+    assert named_training(f"{tmp_path}/run@2") == (tmp_path / "run@2", None)
+    assert named_training(f"{tmp_path}/run@3") == (tmp_path / "run", 3)

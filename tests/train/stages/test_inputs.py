@@ -19,7 +19,7 @@ from train.context import RunContext
 from train.distributed import World
 from train.drafter.published import validate_export
 from train.pipeline import STAGES
-from train.stages.continuing import fixed_inputs
+from train.stages.training_inputs import fixed_inputs
 
 ALL = set(STAGES)
 FROM_ANSWERS = {Stage.answers, Stage.capture, Stage.train, Stage.export, Stage.evaluate}
