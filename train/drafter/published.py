@@ -157,6 +157,8 @@ def starting_config(
     if (recipe.method is Method.dspark) != (checkpoint.dspark is not None):
         has = Method.eagle if checkpoint.dspark is None else Method.dspark
         raise _conflict("method", recipe.method.value, has.value, recipe.init_from)
+    if (dspark := checkpoint.dspark) is not None:
+        found |= vars(dspark) | {"block_size": dspark.size}
     given = vars(recipe)
     for name in given.keys() & found.keys() - _FREE:
         if given[name] not in (None, {}) and not _agree(given[name], found[name]):
@@ -229,5 +231,5 @@ def _agree(given: Any, found: Any) -> bool:
 
 
 def _conflict(name: str, given: object, found: object, checkpoint: object) -> UserError:
-    remedy = f"drafter.init_from={checkpoint} has {found}; remove this setting, or start from no checkpoint."
+    remedy = f"drafter.init_from={checkpoint} has {found}; give the same, or start from no checkpoint."
     return UserError(f"drafter.{name}", given, remedy)

@@ -13,6 +13,7 @@ from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from eagle31.export.read import load_export
 from eagle31.model.drafter import Drafter
+from tests.eagle31.tiny import DSPARK
 from tests.train.drafter.tiny_export import (
     edit_config,
     edit_tensors,
@@ -182,6 +183,23 @@ def test_a_conflict_names_both(
     assert raised.value.field == f"drafter.{name}"
     assert str(getattr(given, "value", given)) in str(raised.value)
     assert found in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "found"),
+    [("markov_rank", 0, "has 5"), ("block_size", 4, "has 3"), ("mask_token_id", 8, "has 7")],
+)
+def test_a_dspark_checkpoint_is_trained_further_as_what_it_is(
+    spec: TargetSpec, tmp_path: Path, name: str, given: int, found: str
+) -> None:
+    written = write_tiny_export(tmp_path / "checkpoint", spec, **DSPARK)
+    same: dict[str, Any] = {"method": Method.dspark, "num_hidden_layers": 2, "draft_vocab_size": 40}
+    same |= {"fc_norm": False, "norm_output": False, "block_size": 3, "markov_rank": 5}
+    made = context(spec, tmp_path / "checkpoint", tmp_path, **same)
+    check_drafter(made)
+    assert made.drafter.config(40).dspark == written.config.dspark
+    with pytest.raises(UserError, match=f"drafter.{name}={given}: .*{found}"):
+        check_drafter(context(spec, tmp_path / "checkpoint", tmp_path, **same | {name: given}))
 
 
 def test_ids_that_count_layer_outputs_can_be_corrected(

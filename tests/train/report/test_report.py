@@ -129,7 +129,7 @@ def test_the_targets_own_mtp_head_is_next_to_the_drafter(undrawn: None, tmp_path
     measured["mtp"] = head | {"by_prompt": {"drafts": [[2] * 8], "accepted": [[1] * 8]}}
     page = report(tmp_path, finished_metrics(), measured)
     card = model_card(run_info(), measured, {"model_type": "llama", "fc_norm": True, "norm_output": True})
-    assert "predicts several tokens, drafted in vLLM for 8 of the held-out prompts" in card
+    assert "a multi-token prediction head, drafted in vLLM for 8 of the held-out prompts" in card
     assert "the target's own MTP head greedy 4 0 2.30 2.20 to 2.40" in page.text
     assert "for 8 of the held-out prompts; the trained drafter has 1.50 (" in page.text  # 2.25 / 1.5
     assert "the target's own MTP head, greedy, temperature 0  60 %" in format_results(measured)
