@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,16 @@ from tests.data.capture.vllm.targets import COMMON, KV_CACHE_BYTES, VOCAB_SIZE
 from tests.train.torchrun import composed
 from train.context import RunContext
 from train.distributed import World
-from train.engines.serving import DecodeJob, JobResult, require, run_jobs
+from train.engines.serving import (
+    Counters,
+    DecodedPass,
+    DecodeJob,
+    JobResult,
+    PlacedDraft,
+    Served,
+    require,
+    run_jobs,
+)
 from train.evaluation import vllm as vllm_evaluation
 from train.evaluation.measure import Conditions, without_vllm
 from train.evaluation.vllm import decode_with_mtp_head
@@ -97,6 +107,30 @@ def test_vllm_drafts_with_the_head_and_writes_what_the_target_does(
     [row] = found["by_draft_length"]
     assert row["acceptance_length"] == pytest.approx(1 + sum(map(sum, counts)) / sum(map(len, counts)))
     assert 1 < row["low"] < row["acceptance_length"] < row["high"] < 5
+
+
+def test_the_head_is_compared_by_prompt(
+    context: RunContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speculative: list[dict[str, Any]] = []
+
+    def drafted(jobs: Sequence[DecodeJob], *_: object) -> list[JobResult]:
+        speculative.extend(job.engine.arguments()["speculative_config"] for job in jobs)
+        drafts = [[PlacedDraft(1, [3, 4, 5, 6], 2)], [PlacedDraft(1, [3, 4, 5, 6], 0)]]
+        one = DecodedPass(Served([[9] * 8, [9] * 4], drafts), Counters(2, 2, (1, 1, 0, 0)), "V1")
+        return [JobResult("the target's own MTP head", (one,), "0.32.0")]
+
+    monkeypatch.setattr(vllm_evaluation, "run_jobs", drafted)
+    monkeypatch.setattr(vllm_evaluation, "find_python", lambda: tmp_path)
+    found = decode_with_mtp_head(context, [[4, 5], [6]], CONDITIONS, tmp_path / "passes")
+    assert found["by_prompt"] == {
+        "drafts": [[1, 0]],
+        "accepted": [[2, 0]],
+    }  # the second is too short for four
+    assert found["by_draft_length"][0]["acceptance_length"] == 3
+    assert [(one["method"], one["num_speculative_tokens"], "model" in one) for one in speculative] == [
+        ("mtp", 4, False)
+    ]
 
 
 def test_a_head_that_vllm_does_not_serve_is_missing_with_the_reason(
