@@ -73,6 +73,21 @@ def test_sharded_weights(tmp_path: Path) -> None:
         load_export(tmp_path / "e", CPU)
 
 
+@pytest.mark.parametrize(
+    ("index", "remedy"),
+    [
+        ("{", "It cannot be read"),
+        ('{"weight_map": {}}', "It names no file"),
+        ('{"weight_map": {"a": "../a.safetensors"}}', r"It names '\.\./a\.safetensors'"),
+    ],
+)
+def test_an_index_has_to_name_files_next_to_it(tmp_path: Path, index: str, remedy: str) -> None:
+    export(tmp_path / "e")
+    (tmp_path / "e" / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match=rf"^model\.safetensors\.index\.json=.*: {remedy}"):
+        load_export(tmp_path / "e", CPU)
+
+
 def test_weights_of_torch_save(tmp_path: Path) -> None:
     export(tmp_path / "e")
     expected = drafted(load_export(tmp_path / "e", CPU))
@@ -99,6 +114,9 @@ def test_what_a_checkpoint_leaves_to_its_target(tmp_path: Path) -> None:
     wider = TargetDefaults(6, torch.zeros(VOCAB, 20), torch.zeros(VOCAB, 20))
     with pytest.raises(UserError, match=r"target_hidden_size="):
         load_export(tmp_path / "e", CPU, target=wider)
+    load_export(tmp_path / "e", CPU, target=TargetDefaults(5, embed_tokens, head))  # as deep as its last id
+    with pytest.raises(UserError, match=r"layer_ids=\[0, 2, 5\]: The target has ids from 0 to 4"):
+        load_export(tmp_path / "e", CPU, target=TargetDefaults(4, embed_tokens, head))
 
 
 def test_dspark_as_deepspec_publishes_it(tmp_path: Path) -> None:

@@ -71,3 +71,5 @@ def test_a_rate_that_is_given_is_kept() -> None:
     assert (complete.lr, complete.matrix_lr) == (3e-3, 0.03)
     assert described(given, drafter) == "muon, lr 0.003, matrix_lr 0.03 (rule)"
     assert described(complete, drafter) == "muon, lr 0.003, matrix_lr 0.03"
+    assert with_rates(OptimConfig(matrix_lr=0.1), drafter).matrix_lr == 0.1
+    assert described(OptimConfig(name=Optimizer.adamw), drafter) == "adamw, lr 0.025 (rule)"

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from eagle31.kernels.newton_schulz import orthogonalization_flops
 from train.trainer.matrices import BATCH_ELEMENTS, rounds
 
 # fc, q, k, v, o, gate, up, down of a drafter with hidden size 4096
@@ -20,3 +21,11 @@ def test_every_matrix_has_one_owner_and_one_round(num_owners: int) -> None:
         assert len({SHAPES[index] for index in batch}) == 1
         elements = sum(torch.Size(SHAPES[index]).numel() for index in batch)
         assert len(batch) == 1 or elements <= BATCH_ELEMENTS
+
+
+def test_owners_have_similar_work() -> None:
+    def load(batches: list[list[int]]) -> int:
+        return sum(orthogonalization_flops(*SHAPES[index]) for batch in batches for index in batch)
+
+    loads = [load(list(of_owner)) for of_owner in zip(*rounds(SHAPES, 2), strict=True)]
+    assert max(loads) < 1.05 * min(loads)
