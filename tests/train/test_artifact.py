@@ -2,6 +2,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -45,6 +46,25 @@ def test_only_what_a_killed_run_has_left_is_removed(tmp_path: Path) -> None:
     assert not (output / "artifacts/train-1/checkpoints/.step-00000008.partial").exists()
     assert not (output / ".export.partial").is_symlink()
     assert (elsewhere / ".a.partial").exists()
+
+
+def test_a_run_waits_for_another_that_makes_the_same_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    artifact, made, printed = Artifact.locate(tmp_path, "data", {}), [], ""
+
+    def make() -> None:
+        with artifact.locked():
+            made.append("by another")
+
+    another = Thread(target=make)
+    with artifact.locked():
+        another.start()
+        while f"data: waits for process {os.getpid()} on " not in printed:
+            printed += capsys.readouterr().out
+        made.append("here")
+    another.join()
+    assert made == ["here", "by another"]
 
 
 def test_killed_starts_count_up_to_their_last_file(tmp_path: Path) -> None:

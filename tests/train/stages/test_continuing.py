@@ -83,6 +83,9 @@ def runs(small_target: EmbeddedTarget, captured: Path, tmp_path_factory: pytest.
         "other data": run("extended", TRAIN, *continued("extended"), *other_data),
         "other data again": run("extended", TRAIN, *continued("extended"), *other_data),
         "not continued": run("extended", TRAIN, "train.max_steps=1"),
+        "in one directory": run(
+            "other", TRAIN, f"artifacts_dir={root / 'whole/artifacts'}", "train.max_steps=1"
+        ),
         "no step left": run("third", TRAIN, *continued("whole"), "train.max_steps=16"),
         "another drafter": run("third", TRAIN, *continued("whole"), "drafter.num_hidden_layers=2"),
         "no such step": run("third", TRAIN, *continued("whole@7")),
@@ -138,6 +141,13 @@ def test_a_warm_down_is_branched_off_into_another_directory(runs: Runs) -> None:
     assert read_json(trained / "stage.json")["summary"]["continued_at"] == 8
     assert_faithful(runs.root / "branch")
     assert (runs.root / "branch" / "export" / "model.safetensors").is_file()
+
+
+def test_runs_with_one_directory_of_results_have_one_capture(runs: Runs) -> None:
+    for stage in ("data", "vocab", "answers", "capture"):
+        assert f"{stage}: reused, {runs.root}/whole/artifacts/" in runs.printed["in one directory"], stage
+    assert runs.training("other", max_steps=1).parent == runs.root / "whole" / "artifacts"
+    assert not (runs.root / "other" / "artifacts").exists()
 
 
 def test_other_data_continues_the_drafter_with_a_new_epoch(runs: Runs) -> None:
