@@ -30,7 +30,7 @@ from data.store.index import (
     write_manifest,
 )
 from data.store.shards import FinishedShards
-from data.store.writer import StoreWriter, disk_full, remove_all_leftovers
+from data.store.writer import StoreWriter, disk_full, remove_leftovers
 
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.5, 10.0
 
@@ -210,7 +210,7 @@ def finish_store(
     for line in refusal_lines(check_store_refusals(store), num_samples, directory):
         print(f"capture: {line}", file=sys.stderr)
     if not describes(directory, fields):
-        remove_all_leftovers(shards)
+        remove_leftovers(shards)
         write_manifest(shards, fields)
 
 

@@ -285,14 +285,6 @@ class ShardFile:
         return block.view(column.dtype).reshape(column.num_rows, *column.row_shape)
 
 
-def is_complete(path: Path) -> bool:
-    """Return whether a file is a shard that was written to its end."""
-    try:
-        return bool(SHARD_NAME.fullmatch(path.name)) and ShardFile(path).record() is not None
-    except (OSError, DamagedShard):
-        return False
-
-
 def shard_paths(directory: Path) -> list[Path]:
     """Return the shards of a directory by name, damaged ones too."""
     return sorted(path for path in directory.glob("shard-*") if SHARD_NAME.fullmatch(path.name))

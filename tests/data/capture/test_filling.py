@@ -243,8 +243,7 @@ def test_a_store_of_many_writers_is_finished_with_one_read_of_each_shard(
     files: list[str] = []
     monkeypatch.setattr(ShardFile, "record", lambda shard: files.append(shard._file.path.name) or read(shard))
     StoreWriter(tmp_path, "rank-7", CODEC, 1000).close()
-    assert files == ["shard-rank-7-00000.safetensors"]
-    files.clear()
+    assert not files
     dataset = Dataset.from_dict({"input_ids": [[1]] * num_writers, "loss_mask": [[True]] * num_writers})
     store, shards = store_of(tmp_path, dataset), FinishedShards(tmp_path)
     fields = store_fields(store, FIELDS)

@@ -16,7 +16,7 @@ from data.store import writer as writer_module
 from data.store.codec import encode
 from data.store.index import missing_ids, write_manifest
 from data.store.shards import FinishedShards, ShardFile
-from data.store.writer import StoreWriter, remove_all_leftovers
+from data.store.writer import StoreWriter, remove_leftovers
 from eagle31.errors import UserError
 from tests.data.store.samples import (
     EXACT,
@@ -60,10 +60,13 @@ def test_many_writers_share_a_directory_and_number_their_own_shards(tmp_path: Pa
     assert found == {f"shard-a-{n:05d}.safetensors" for n in range(len(found))}
 
 
-def test_a_name_has_one_writer_at_a_time(tmp_path: Path) -> None:
-    with StoreWriter(tmp_path, "a", EXACT, 100), pytest.raises(UserError, match="Another process writes"):
-        StoreWriter(tmp_path, "a", EXACT, 100)
-    StoreWriter(tmp_path, "a", EXACT, 100).close()
+def test_another_process_under_the_same_name_is_refused_and_loses_nothing(tmp_path: Path) -> None:
+    writer = StoreWriter(tmp_path, "a", EXACT, 100)
+    append_all(tmp_path, [2], "a")
+    writer.append(1, make_sample(1))
+    with pytest.raises(UserError, match="Another process writes to it as a"):
+        writer.close()
+    assert captured_ids(tmp_path) == {2}
 
 
 def test_append_waits_while_too_much_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,20 +153,10 @@ def test_killed_at_any_moment_every_sample_is_there_once(tmp_path: Path) -> None
     assert not [path for path in directory.iterdir() if path.name.endswith(".partial")]
 
 
-def test_leftovers_go_when_nobody_writes_under_their_name(tmp_path: Path) -> None:
+def test_leftovers_of_all_writers_go_at_the_end(tmp_path: Path) -> None:
     append_all(tmp_path, [3], "a")
-    for name in ("a", "b", "busy"):
+    for name in ("a", "b"):
         (tmp_path / f".shard-{name}-00007.safetensors.partial").write_bytes(b"half")
         (tmp_path / f"shard-{name}-00008.safetensors").write_bytes(b"no shard")
-    append_all(tmp_path, [1], "c")
-    (tmp_path / "shard-c-00000.safetensors").write_bytes(b"damaged")
-    with StoreWriter(tmp_path, "busy", EXACT, 15) as writer:
-        (tmp_path / ".shard-busy-00009.safetensors.partial").write_bytes(b"half")
-        remove_all_leftovers(FinishedShards(tmp_path))
-        assert (tmp_path / ".shard-busy-00009.safetensors.partial").exists()
-        assert writer.name == "busy"
-    left = sorted(path.name for path in tmp_path.glob("*shard-*"))
-    assert left == [
-        ".shard-busy-00009.safetensors.partial",
-        "shard-a-00000.safetensors",
-    ]
+    remove_leftovers(FinishedShards(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["shard-a-00000.safetensors"]
