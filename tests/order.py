@@ -18,7 +18,7 @@ SLOW = (
     "tests/data/capture/vllm/test_server_process.py",
     "tests/train/plan/test_plan.py",
     "tests/eagle31/kernels/test_compiled.py",
-    "tests/data/capture/transport/test_mooncake.py",
+    "tests/data/capture/torchspec/test_transport.py",
     "tests/train/stages/test_continuing.py",
     "tests/train/test_combinations.py",
     "tests/train/test_pipeline.py",

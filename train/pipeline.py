@@ -39,7 +39,7 @@ from train.context import RunContext
 from train.distributed import World
 from train.engines.servers import server_settings
 from train.jobs import Job, end_jobs, on_every_rank, on_other_ranks, received_jobs
-from train.launch.start import check_eagle3, check_environment, check_named, check_start, check_store
+from train.launch.start import check_eagle3, check_environment, check_named, check_start
 from train.plan.cluster import cluster_at_hand
 from train.plan.earlier import note_settings
 from train.plan.plan import check_gpu_memory
@@ -279,7 +279,6 @@ def checked_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
     unfinished = unfinished_stages(context, stages)
     if Stage.train in config.stages:
         check_ranks(config, world.size, context.artifacts[Stage.train].directory)
-    check_store(config, set(unfinished))
     if config.vllm.engine_args and starts_vllm(replace(config, stages=unfinished)):
         engine = server_settings(config, context.captured_target).engine
         check_engine_args(find_python(), engine.plain_command_line(), config.vllm.engine_args)

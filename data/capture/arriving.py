@@ -215,10 +215,10 @@ class ArrivingStates:
                 num_repeats += self._repeat()
                 if num_repeats > _MAX_REPEATS:
                     remedy = (
-                        f"Sample {expected.index} was captured {num_repeats} times and did not arrive; "
-                        "look into the servers' logs. Finished work is kept."
+                        f"It was captured {num_repeats} times and did not arrive; look into the engines' "
+                        "logs. Finished work is kept."
                     )
-                    raise UserError("capture.transport", self._transport.to_json(), remedy)
+                    raise UserError("capture", f"sample {expected.index}", remedy)
         self.gave_up = True
         return None
 

@@ -94,15 +94,3 @@ def test_other_machines_are_served_with_a_key_only(monkeypatch: pytest.MonkeyPat
     assert (done.status, done.out) == (2, "")
     assert "VLLM_API_KEY=: Other machines reach the server at --host 0.0.0.0" in done.err
     assert "export VLLM_API_KEY=$(openssl rand -hex 32)" in done.err
-
-
-def test_a_server_that_could_not_put_into_mooncake_is_not_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(fake_python(tmp_path)))
-    spec, output_dir = save_target(tmp_path / "target"), tmp_path / "out"
-    through = ["capture=vllm", "capture.transport=mooncake"]  # an online run may use it, too
-    done = run_command("scripts/serve_target", *recipe(spec, output_dir), *through)
-    assert done.status == 2
-    assert "pip install 'mooncake-transfer-engine" in done.err
-    assert "vllm.servers=" not in done.out

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from data.capture.torchspec.engines import TorchSpecSettings
-from data.capture.transport.mooncake_store import load_mooncake
-from tests.data.capture.transport.mooncake_master import running_master
-from tests.data.capture.transport.mooncake_worker import open_transport, sample
+from data.capture.torchspec.mooncake import load_mooncake
+from tests.data.capture.torchspec.mooncake_master import open_transport, running_master, sample
 
 pytestmark = pytest.mark.usefixtures("torchspec")
 
@@ -71,6 +70,7 @@ def test_what_its_store_puts_is_what_ours_takes(tmp_path: Path, monkeypatch: pyt
         store.flush()
         assert set(stored["dtypes"].values()) == {torch.bfloat16, torch.int64}
         with closing(open_transport(master.settings())) as transport:
+            transport.announce(request.key, request.key)
             taken = transport.take(request, 20.0)
         store.close()
     assert taken is not None

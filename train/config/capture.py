@@ -1,6 +1,6 @@
 """The recipe's schema for capture: which engine runs the target, and how its states reach training."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from data.store.codec import CODECS
@@ -18,11 +18,6 @@ class CaptureSource(Choice):
 class CaptureMode(Choice):
     offline = "offline", "into a store on disk, once for any number of epochs"
     online = "online", "into training directly; the target runs again in every epoch"
-
-
-class TransportKind(Choice):
-    spool = "spool", "files in memory, or on a disk that producers and trainers share"
-    mooncake = "mooncake", "a Mooncake store"
 
 
 class TorchSpecEngine(Choice):
@@ -43,17 +38,7 @@ class TorchSpecConfig:
         "Further settings, in the form of TorchSpec's configuration, such as "
         "{inference: {inference_batch_size: 8}}.",
     )
-
-
-@dataclass
-class MooncakeConfig:
-    """The Mooncake store, for capture.transport=mooncake and capture.source=torchspec."""
-
-    master: str = setting(
-        "127.0.0.1:50051",
-        "Address of the master, as HOST:PORT. With capture.source=torchspec, the run starts another one.",
-    )
-    protocol: str = setting("tcp", "Transfer protocol: tcp or rdma.")
+    protocol: str = setting("tcp", "Transfer protocol of the Mooncake store: tcp or rdma.")
     device: str | None = setting(None, "Name of the RDMA device. null: chosen by Mooncake.")
 
 
@@ -73,7 +58,6 @@ class CaptureConfig:
         "Precision of stored and sent states: exact (the target's dtype), bf16, or fp8 (half the size of "
         "bf16).",
     )
-    transport: TransportKind = setting(TransportKind.spool, "Path of states from vLLM to the run.")
     spool_dir: str | None = setting(
         None,
         "Directory of the spool. null: memory (/dev/shm), or OUTPUT_DIR/spool with servers on other nodes.",
@@ -83,7 +67,6 @@ class CaptureConfig:
         "Limit of the states that wait between vLLM and the run, in 10^9 bytes over all ranks of a node.",
         gt=0,
     )
-    mooncake: MooncakeConfig = field(default_factory=MooncakeConfig)
 
 
 def check_capture(capture: CaptureConfig) -> None:
@@ -93,11 +76,3 @@ def check_capture(capture: CaptureConfig) -> None:
         raise UserError("capture.store", capture.store, remedy)
     if capture.codec not in CODECS:
         raise UserError("capture.codec", capture.codec, f"Choose one of {', '.join(CODECS)}.")
-    over_mooncake = capture.transport is TransportKind.mooncake
-    in_torchspec = capture.source is CaptureSource.torchspec
-    if over_mooncake and in_torchspec:
-        remedy = "The run starts the Mooncake store of TorchSpec; leave it out."
-        raise UserError("capture.transport", capture.transport.value, remedy)
-    if over_mooncake and capture.source is CaptureSource.hf:
-        remedy = "Transformers runs in the run's own processes; set capture.source=vllm, or leave it out."
-        raise UserError("capture.transport", capture.transport.value, remedy)

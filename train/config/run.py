@@ -19,7 +19,6 @@ from train.config.capture import (
     CaptureMode,
     CaptureSource,
     TorchSpecConfig,
-    TransportKind,
     check_capture,
 )
 from train.config.data import DataConfig, check_data
@@ -165,7 +164,7 @@ def states_directory(config: RunConfig) -> Path | None:
     address: their states wait in memory. Other servers and the ranks share the output directory.
     """
     capture, servers = config.capture, config.vllm.servers
-    if capture.source is not CaptureSource.vllm or capture.transport is TransportKind.mooncake:
+    if capture.source is not CaptureSource.vllm:
         return None
     if capture.spool_dir is not None:
         return Path(capture.spool_dir).absolute()

@@ -11,7 +11,8 @@ import torch
 
 from data.capture.dispatch import PATIENCE_SECONDS, Refused, Unavailable
 from data.capture.hf import head_tolerance
-from data.capture.transport.protocol import StateRequest, Transport
+from data.capture.transport.protocol import StateRequest
+from data.capture.transport.spool import Spool
 from data.capture.vllm.capture_request import CaptureRequest
 from data.capture.vllm.client import VllmClient
 from data.capture.vllm.server_info import ServerInfo
@@ -72,7 +73,7 @@ async def _info(server: VllmClient) -> ServerInfo:
             await asyncio.sleep(_PAUSE_SECONDS)
 
 
-async def probe_states(server: VllmClient, transport: Transport, key: str, head: TargetHead) -> None:
+async def probe_states(server: VllmClient, spool: Spool, key: str, head: TargetHead) -> None:
     """Have a server capture a few tokens, and read their states back as the capture stage and training do.
 
     So a path or an address that means something else on the server's node is found now, and so are states
@@ -86,20 +87,18 @@ async def probe_states(server: VllmClient, transport: Transport, key: str, head:
     """
     input_ids, loss_mask = torch.arange(_PROBE_TOKENS), torch.ones(_PROBE_TOKENS, dtype=torch.bool)
     request = StateRequest(f"{key}-{secrets.token_hex(8)}", input_ids, loss_mask)
-    where = transport.to_json()
-    capture = CaptureRequest.of(where, request.key, input_ids.tolist(), loss_mask)
-    place = where["mooncake"]["master"] if "mooncake" in where else where["spool"]
+    capture = CaptureRequest.of(spool.to_json(), request.key, input_ids.tolist(), loss_mask)
     try:
         answer = await server.capture(input_ids.tolist(), capture.to_params(), prompt_logprobs=0)
     except (Refused, Unavailable) as error:
-        remedy = f"It cannot deliver states to {place}: {error}"
+        remedy = f"It cannot deliver states to {spool.directory}: {error}"
         raise UserError("vllm.servers", server.name, remedy) from error
-    sample = transport.take(request, _ARRIVAL_SECONDS)
+    sample = spool.take(request, _ARRIVAL_SECONDS)
     if sample is None:
         remedy = (
-            f"It captured a test sample for {place}, which has not arrived here in {_ARRIVAL_SECONDS:.0f} "
-            "seconds; see its log. Give a directory that both machines mount at the same path, or set "
-            "capture.transport=mooncake."
+            f"It captured a test sample for {spool.directory}, which has not arrived here in "
+            f"{_ARRIVAL_SECONDS:.0f} seconds; see its log. Give capture.spool_dir=DIRECTORY, one that both "
+            "machines mount at the same path."
         )
         raise UserError("vllm.servers", server.name, remedy)
     compared = supervised_final(loss_mask).nonzero()[:, 0]

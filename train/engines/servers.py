@@ -19,7 +19,7 @@ from data.capture.vllm.server_process import ServerProcess
 from data.target.architecture import has_latent_attention
 from data.target.parts import TargetParts
 from data.target.spec import TargetSpec
-from train.config.capture import CaptureConfig, TransportKind
+from train.config.capture import CaptureConfig
 from train.config.run import RunConfig
 from train.config.vllm import VllmConfig
 from train.distributed import World, node_address, read_when_set, shared_values
@@ -63,7 +63,6 @@ class CapturedTarget:
         *,
         max_tokens: int,
         roots: list[str],
-        mooncake_masters: list[str],
     ) -> CaptureEngine:
         """Return the engine that captures the target's states, and writes its completions.
 
@@ -71,7 +70,6 @@ class CapturedTarget:
             engine_args: further arguments of `vllm.LLM`, such as the recipe's `vllm.engine_args`.
             max_tokens: length of the longest sample, and of the longest prompt with its completion.
             roots: the directories below which the engine may write.
-            mooncake_masters: the Mooncake stores that it may put into, as host:port.
         """
         return CaptureEngine(
             target=self.spec.checkpoint.path,
@@ -84,7 +82,6 @@ class CapturedTarget:
             max_tokens=max_tokens,
             roots=roots,
             mla=has_latent_attention(self.parts.config),
-            mooncake_masters=mooncake_masters,
             extra=engine_args,
         )
 
@@ -114,12 +111,10 @@ def server_settings(
     Args:
         further_args: arguments of the engine in addition to `vllm.engine_args`.
     """
-    over_mooncake = config.capture.transport is TransportKind.mooncake
     engine = target.vllm_engine(
         config.vllm.engine_args | dict(further_args),
         max_tokens=longest_prompt(config),
         roots=server_roots(config.capture, Path(config.output_dir)),
-        mooncake_masters=[config.capture.mooncake.master] if over_mooncake else [],
     )
     return ServerSettings(engine, devices, load_seconds(config, target))
 

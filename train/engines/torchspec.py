@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,20 @@ from data.capture.torchspec.engines import (
     load_torchspec,
     start_ray,
 )
-from data.capture.torchspec.transport import DTYPE, TorchSpecTransport, norm_scale
+from data.capture.torchspec.mooncake import MooncakeSettings
+from data.capture.torchspec.transport import DTYPE, TorchSpecTransport, norm_scale, state_bytes
 from data.samples import StateShape
 from eagle31.errors import UserError
 from train.config.capture import TorchSpecEngine
 from train.config.run import RunConfig
 from train.distributed import World, read_when_set, shared_values, wait_for_ranks
 from train.engines.servers import CapturedTarget, load_seconds
-from train.engines.transport import OpenTransport, mooncake_settings
+from train.engines.transport import OpenTransport
 from train.plan.target import longest_prompt
 
+# Room of the store relative to the states that may wait in it: the next state must always fit.
+_ROOM = 1.1
+_LEAST_BYTES = 32_000_000  # Mooncake takes no segment below 16 MiB
 _READY, _CLOSED = "torchspec/ready", "torchspec/closed"
 
 
@@ -76,8 +79,8 @@ class TorchSpecEngines:
             num_layers=target.parts.num_layers,
             hidden_size=target.parts.hidden_size,
             max_tokens=longest_prompt(config),
-            protocol=config.capture.mooncake.protocol,
-            device=config.capture.mooncake.device or "",
+            protocol=config.torchspec.protocol,
+            device=config.torchspec.device or "",
             extra=config.torchspec.config,
         )
 
@@ -117,14 +120,20 @@ class TorchSpecEngines:
 
         assert self._store is not None, "the engines have not been started"
         settings, target = self.settings(), self._target()
-        shape = StateShape(target.num_aux_layers, target.parts.hidden_size, DTYPE)
+        num_layers, hidden_size = target.num_aux_layers, target.parts.hidden_size
         # vLLM keeps the last layer's output, the others what the head reads.
         after_norm = settings.engine != TorchSpecEngine.vllm.value
+        lent_bytes = int(_ROOM * self._config.capture.spool_gb / self._world.ranks_per_node * 1e9)
         transport = TorchSpecTransport(
-            replace(mooncake_settings(self._config.capture, self._world.ranks_per_node), **self._store),
-            num_aux_layers=shape.num_aux_layers,
-            hidden_size=shape.hidden_size,
-            norm_scale=norm_scale(target.parts.head.norm, shape.hidden_size) if after_norm else None,
+            MooncakeSettings(
+                **self._store,
+                protocol=settings.protocol,
+                device=settings.device,
+                segment_bytes=max(lent_bytes, _LEAST_BYTES),
+            ),
+            num_aux_layers=num_layers,
+            hidden_size=hidden_size,
+            norm_scale=norm_scale(target.parts.head.norm, hidden_size) if after_norm else None,
         )
         info = TorchSpecInfo(target.parts.vocab_size, settings.max_tokens)
         batch_size = settings.arguments().inference_batch_size
@@ -139,7 +148,14 @@ class TorchSpecEngines:
                 EngineProducer(clients, lambda _: None, lambda *_: None, self.patience_seconds)
             ) as producer,
         ):
-            yield producer, OpenTransport(transport, shape, "exact", DTYPE)
+            yield (
+                producer,
+                OpenTransport(
+                    transport,
+                    StateShape(num_layers, hidden_size, DTYPE),
+                    lambda loss_mask: state_bytes(len(loss_mask), num_layers, hidden_size),
+                ),
+            )
 
     def close(self, together: bool) -> None:
         """End the engines.

@@ -15,7 +15,6 @@ from huggingface_hub import constants
 
 from data.addresses import is_url
 from data.capture.dispatch import Unavailable
-from data.capture.transport.mooncake_store import check_joinable
 from data.capture.vllm.client import VllmClient
 from data.capture.vllm.environment import (
     KEY_VARIABLE,
@@ -35,7 +34,6 @@ from train.launch.start import (
     check_environment,
     check_here,
     check_start,
-    joins_mooncake,
     named_sources,
     remote_servers,
 )
@@ -184,7 +182,7 @@ def _check_source(field: str, source: str) -> None:
 
 
 def _programs(config: RunConfig) -> Iterator[Check]:
-    """Yield vLLM's environment and Mooncake, where the run uses them."""
+    """Yield vLLM's environment, where the run uses it."""
     if starts_vllm(config):
         check = _asked("vLLM", lambda: check_environment(config), "")
         if check.status == OK:
@@ -194,9 +192,6 @@ def _programs(config: RunConfig) -> Iterator[Check]:
             status = OK if tested else WARNING if version else LACKING
             check = Check("vLLM", status, version or f"no vLLM in {find_python()}", remedy)
         yield check
-    if joins_mooncake(config, set(config.stages)):
-        master = config.capture.mooncake.master
-        yield _asked("Mooncake", lambda: check_joinable(master), f"{master} answers")
 
 
 async def _servers(config: RunConfig) -> list[Check]:

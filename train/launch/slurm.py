@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.addresses import is_loopback
 from data.batches.loader import check_divisible
-from data.capture.transport.mooncake_store import address
 from eagle31.errors import UserError
-from train.config.capture import CaptureConfig, TransportKind
 from train.config.compose import CHECKOUT
 from train.config.run import RunConfig, Stage, uses_servers
 from train.config.vllm import Placement
@@ -68,7 +65,6 @@ def render(
     arguments: Sequence[str],
     output_dir: Path,
     python: str,
-    mooncake: int | None = None,
 ) -> str:
     """Return the batch script.
 
@@ -77,7 +73,6 @@ def render(
     Args:
         arguments: those of `train/main.py`.
         python: the Python that runs it; in a container its own `python3` does.
-        mooncake: the port of the Mooncake master that the job starts; None: it starts none.
 
     Raises:
         UserError: sbatch would misread the output directory's path.
@@ -102,7 +97,6 @@ def render(
         checkout=str(CHECKOUT),
         arguments=[f"recipe={recipe}", *(one for one in arguments if not one.startswith("recipe="))],
         output_dir=str(output_dir.absolute()),
-        mooncake_port=mooncake,
         stopped_file=STOPPED_FILE,
         stopped_status=STOPPED,
     )
@@ -129,18 +123,6 @@ def _sbatch_options(job: Job, recipe: str, output_dir: Path) -> list[str]:
         if not any(one.startswith("--mem") for one in job.sbatch):
             options.append("--mem=0")  # all of the node's; Slurm's default may be a part
     return [*options, *job.sbatch]
-
-
-def mooncake_port(capture: CaptureConfig) -> int | None:
-    """Return the port of the Mooncake master that a job starts; None where the run needs none or names one.
-
-    Raises:
-        UserError: `capture.mooncake.master` is not an address.
-    """
-    if capture.transport is not TransportKind.mooncake:
-        return None
-    host, port = address(capture.mooncake.master)
-    return port if is_loopback(host) else None
 
 
 def check_job(job: Job, config: RunConfig, resumes: bool) -> None:

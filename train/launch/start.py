@@ -3,25 +3,21 @@
 import os
 import socket
 import tempfile
-from collections.abc import Set
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from data.addresses import is_loopback, is_url
 from data.capture.torchspec.engines import check_installed
-from data.capture.transport.mooncake_store import check_joinable, check_master
-from data.capture.vllm.environment import check_mooncake, check_served, find_python
+from data.capture.vllm.environment import check_served, find_python
 from data.conversations.files import is_file
 from data.target.checkpoint import is_hub_id
 from data.target.loading import check_attention
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from train.artifact import artifacts_dir
-from train.config.capture import CaptureMode, TransportKind
 from train.config.data import SELF
 from train.config.run import (
     RunConfig,
-    Stage,
     captures_in_vllm,
     drafts_in_vllm,
     starts_vllm,
@@ -69,20 +65,15 @@ def check_named(config: RunConfig) -> None:
 
 
 def check_environment(config: RunConfig) -> None:
-    """Refuse a run without the environment of its engines, or whose servers cannot reach its Mooncake.
+    """Refuse a run without the environment of its engines.
 
     Raises:
         UserError: what is missing.
     """
     if any(uses_torchspec(config, stage) for stage in config.stages):
         check_installed()
-    if config.capture.transport is TransportKind.mooncake:
-        check_master(config.capture.mooncake.master, remote_servers(config.vllm))
     if starts_vllm(config):
-        python = find_python()
-        through_mooncake = config.capture.transport is TransportKind.mooncake
-        if through_mooncake and joins_mooncake(config, set(config.stages)):
-            check_mooncake(python)
+        find_python()
 
 
 def check_eagle3(config: RunConfig) -> None:
@@ -110,12 +101,6 @@ def _check_served(config: RunConfig, remedy: str) -> None:
     target = config.target
     spec = TargetSpec(target.model, target.revision, trust_remote_code=target.trust_remote_code)
     check_served("target.model", spec, planned_config(target), config.vllm.engine_args, remedy)
-
-
-def check_store(config: RunConfig, stages: Set[Stage]) -> None:
-    """Raise UserError if one of these stages needs a Mooncake store that this process cannot join."""
-    if joins_mooncake(config, stages):
-        check_joinable(config.capture.mooncake.master)
 
 
 def check_writable(field: str, directory: Path) -> None:
@@ -151,12 +136,6 @@ def check_port(field: str, port: int, host: str = "127.0.0.1") -> None:
 def remote_servers(vllm: VllmConfig) -> list[str]:
     """Return the URLs of the recipe's servers that are on other machines."""
     return [url for url in vllm.servers if not is_loopback(urlsplit(url).hostname)]
-
-
-def joins_mooncake(config: RunConfig, stages: Set[Stage]) -> bool:
-    """Whether one of these stages reads states from a Mooncake store."""
-    online = config.capture.mode is CaptureMode.online and Stage.train in stages
-    return config.capture.transport is TransportKind.mooncake and (online or Stage.capture in stages)
 
 
 def named_sources(config: RunConfig) -> dict[str, str]:

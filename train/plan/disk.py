@@ -13,7 +13,7 @@ from huggingface_hub.errors import CacheNotFound
 from data.capture.transport.spool import MEMORY
 from data.target.checkpoint import is_hub_id
 from train.artifact import MANIFEST, artifacts_dir
-from train.config.capture import CaptureMode, CaptureSource, TransportKind
+from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import Stage, states_directory, waiting_bytes
 from train.config.target import EMBEDDED
 from train.plan.cluster import Cluster
@@ -136,7 +136,7 @@ def host_memory(sizes: RunSizes, cluster: Cluster) -> Room:
     """Return the host memory of one node that trains, without the states of validation."""
     config, drafter, processes = sizes.config, sizes.drafter, cluster.processes_per_node
     settings, parts = trainer_settings(config, cluster.num_ranks), {}
-    if states_directory(config) == MEMORY or config.capture.transport is TransportKind.mooncake:
+    if states_directory(config) == MEMORY:
         parts["the spool"] = waiting_bytes(config)
     if not cluster.gpus_per_node:
         parts["training"] = processes * (sizes.trainer(cluster.num_ranks, "cpu").total + _PROCESS_BYTES)

@@ -13,7 +13,7 @@ from train.context import RunContext
 from train.distributed import World
 from train.engines.probe import check_servers, probe_states
 from train.engines.servers import server_settings
-from train.engines.transport import open_transport, rank_name
+from train.engines.transport import open_run_spool, rank_name
 from train.plan.target import longest_prompt
 
 _CAPTURERS = {Stage.capture, Stage.train}
@@ -101,8 +101,7 @@ def _check(context: RunContext, stage: Stage) -> None:
     if world.is_main:
         check_servers(servers.clients(everywhere=True), check)
     if stage in _CAPTURERS and world.leads_node:
-        with open_transport(config, target, world.rank, "exact") as opened:
-            # A transport is cleared of the keys that begin with the rank's name.
+        with open_run_spool(config, world.rank, "exact") as spool:
             key = f"{rank_name(context.output_dir, world.rank)}-probe"
-            probe = partial(probe_states, transport=opened.transport, key=key, head=target.parts.head)
+            probe = partial(probe_states, spool=spool, key=key, head=target.parts.head)
             check_servers(servers.clients(everywhere=False), check, probe)

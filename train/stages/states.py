@@ -26,7 +26,7 @@ from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import World
-from train.engines.transport import OpenTransport, open_transport, rank_name
+from train.engines.transport import OpenTransport, open_run_spool, rank_name
 from train.target import Target
 
 _READ_THREADS = 4  # of a rank, which read and decode the samples of a store
@@ -120,9 +120,10 @@ def _vllm_producer(
 
     # Servers that the run has started write into the memory of their own node.
     clients = context.servers.clients(everywhere=False)
-    with open_transport(config, context.captured_target, world.rank, codec) as opened:
-        patience_seconds = context.servers.patience_seconds
-        with closing(
-            EngineProducer(clients, capture_tasks(opened.transport), check, patience_seconds)
-        ) as producer:
-            yield producer, opened
+    with (
+        open_run_spool(config, world.rank, codec) as spool,
+        closing(
+            EngineProducer(clients, capture_tasks(spool), check, context.servers.patience_seconds)
+        ) as producer,
+    ):
+        yield producer, OpenTransport.of_spool(spool, context.captured_target)

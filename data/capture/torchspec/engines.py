@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from data.capture.transport.mooncake_store import library_directory, load_mooncake
+from data.capture.torchspec.mooncake import library_directory, load_mooncake
 from data.capture.vllm.server_info import ROOM_TOKENS
 from data.capture.vllm.server_process import visible_devices
 from eagle31.errors import UserError

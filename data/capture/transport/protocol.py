@@ -1,16 +1,11 @@
 """The interfaces of transports and of producers of hidden states."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from data.samples import CapturedSample
-
-# Takes the states of the next n tokens: aux [n, A, Ht], and final [n, Ht] before the final norm.
-Write = Callable[[Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -23,11 +18,7 @@ class StateRequest:
 
 
 class Transport(Protocol):
-    """Carries the states of a request from one process to another, once."""
-
-    def writing(self, request: StateRequest) -> AbstractContextManager[Write]:
-        """Deliver a sample, on the producer's side. It arrives once the context ends without an error."""
-        ...
+    """Carries the states of a request from an engine to a trainer, once: the trainer's side."""
 
     def take(self, request: StateRequest, timeout: float) -> CapturedSample | None:
         """Remove and return a sample; None where it did not come within `timeout` seconds."""
@@ -39,14 +30,6 @@ class Transport(Protocol):
 
     def discard(self, key: str) -> None:
         """Remove the key's sample, if there is one."""
-        ...
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what a producer's process needs to open its end."""
-        ...
-
-    def close(self) -> None:
-        """Close this side of the transport."""
         ...
 
 

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from data.capture.transport.protocol import StateRequest, Write
+from data.capture.transport.protocol import StateRequest
 from data.samples import CapturedSample
 from data.store.codec import ROWS_OF, decode, encode, encoded_bytes, kept_rows, supervised_final
 from data.store.shards import bytes_of, file_header, sample_checksum
@@ -23,6 +23,8 @@ from eagle31.errors import UserError
 from eagle31.tensor_files import load_tensors
 
 MEMORY = Path("/dev/shm")
+# Takes the states of the next n tokens: aux [n, A, Ht], and final [n, Ht] before the final norm.
+Write = Callable[[Tensor, Tensor], None]
 # The size of a file beyond the encoded sample: its header, and the partial last page.
 _FILE_BYTES = 8192
 _CHECKSUMS = "checksums"  # a column: the crc32 of each other one
@@ -108,9 +110,6 @@ class Spool:
         """Remove the key's sample, and any that is being written."""
         _remove(self._path(key))
         self._remove_unfinished(key)
-
-    def close(self) -> None:
-        """Nothing is open between two samples."""
 
     def _read(self, path: str) -> CapturedSample | None:
         """Return the sample, or None where no complete file exists.

@@ -37,7 +37,6 @@ class CaptureEngine:
         max_tokens: the length of the longest sample, and of the longest prompt with its completion.
         roots: the directories below which the engine may write.
         mla: whether the target has latent attention.
-        mooncake_masters: the Mooncake stores that the engine may put into, as host:port.
         extra: further arguments of `vllm.LLM`.
 
     Raises:
@@ -55,7 +54,6 @@ class CaptureEngine:
     trust_remote_code: bool = False
     target_fingerprint: str | None = None
     mla: bool = False
-    mooncake_masters: Sequence[str] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,7 +78,6 @@ class CaptureEngine:
             "aux_layer_ids": list(self.aux_layer_ids),
             "target_fingerprint": self.target_fingerprint,
             "roots": list(self.roots),
-            "mooncake_masters": list(self.mooncake_masters),
         }
         return self.plain_arguments() | {
             "speculative_config": {

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.capture.transport.protocol import StateRequest, Transport
+from data.capture.transport.protocol import StateRequest
+from data.capture.transport.spool import Spool
 
 PARAMS = "eagle31"
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,128}")  # part of a file's name
@@ -20,8 +21,8 @@ _KEY = re.compile(r"[A-Za-z0-9_-]{1,128}")  # part of a file's name
 class CaptureRequest:
     """A request for one sample's states.
 
-    destination: where the states go; a transport's `to_json`.
-    key: the key in the transport.
+    destination: where the states go; a spool's `to_json`.
+    key: the key in the spool.
     loss_spans: the start and the exclusive end of each assistant span.
     """
 
@@ -72,13 +73,13 @@ class CaptureRequest:
         return mask
 
 
-def capture_tasks(transport: Transport) -> Callable[[StateRequest], dict[str, Any]]:
-    """Return what a `VllmClient` needs to have a request's states put into the transport.
+def capture_tasks(spool: Spool) -> Callable[[StateRequest], dict[str, Any]]:
+    """Return what a `VllmClient` needs to have a request's states put into the spool.
 
     Args:
-        transport: the servers must reach it under the same path or address.
+        spool: the servers must reach it under the same path.
     """
-    destination = transport.to_json()
+    destination = spool.to_json()
 
     def task(request: StateRequest) -> dict[str, Any]:
         ids = request.input_ids.tolist()

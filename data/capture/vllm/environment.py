@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from data.capture.transport.mooncake_store import REQUIREMENT
 from data.supervised import without_launcher
 from data.target.served import architecture, unserved, ways
 from data.target.spec import TargetSpec
@@ -83,14 +82,6 @@ def installed_version(python: Path) -> str | None:
     for path in sorted(python.parent.parent.glob("lib/python3*/site-packages/vllm*.dist-info")):
         return path.name.removesuffix(".dist-info").partition("-")[2]
     return None
-
-
-def check_mooncake(python: Path) -> None:
-    """Raises UserError where an engine could not put into a Mooncake store."""
-    probe = "import importlib.util as u, sys; sys.exit(u.find_spec('mooncake') is None)"
-    if subprocess.run([str(python), "-I", "-c", probe]).returncode:
-        remedy = f"vLLM's environment lacks its Python package: {python} -m pip install '{REQUIREMENT}'."
-        raise UserError("capture.transport", "mooncake", remedy)
 
 
 def check_engine_args(python: Path, command_line: Sequence[str], given: Mapping[str, Any]) -> None:

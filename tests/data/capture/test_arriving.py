@@ -220,7 +220,7 @@ def test_what_takes_an_engine_long_is_requested_once(
 
 def test_what_never_arrives_ends_the_run_and_not_the_store(spool: Spool, impatient: None) -> None:
     producer = PromptProducer(spool, lambda _: False)
-    with pytest.raises(UserError, match=r"Sample 5 was captured 4 times and did not arrive"):
+    with pytest.raises(UserError, match=r"sample 5: It was captured 4 times and did not arrive"):
         read(states_from(DATASET, producer, spool), ORDER)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from data.capture.transport.spool import MEMORY
-from train.config.capture import CaptureConfig, CaptureSource, TransportKind
+from train.config.capture import CaptureConfig, CaptureSource
 from train.config.run import RunConfig, states_directory
 from train.config.vllm import VllmConfig
 from train.engines.servers import server_roots
@@ -35,4 +35,3 @@ def test_states_wait_where_servers_and_ranks_reach_them(
     servers: list[str], given: str | None, directory: Path
 ) -> None:
     assert spool_dir(servers, spool_dir=given) == directory
-    assert spool_dir(servers, transport=TransportKind.mooncake) is None

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from data.capture.transport.mooncake_store import library_directory
+from data.cache import cache_directory
 from tests.processes import free_ports, wait_for
 from tests.runs.forked import ROOT, environment
 from tests.train.launch.machines import Machines, running_machines
@@ -110,23 +110,18 @@ def running_cluster() -> Iterator[Cluster]:
 
 
 @contextmanager
-def running_apart_cluster(shared: Sequence[Path], private: Sequence[Path] = ()) -> Iterator[Cluster]:
-    """Start two nodes that are machines; `shared` and `private` as for `running_machines`.
+def running_apart_cluster(shared: Sequence[Path]) -> Iterator[Cluster]:
+    """Start two nodes that are machines; `shared` as for `running_machines`.
 
     Both see this checkout, the environments and the programs of this host.
     """
     # Machines skip the test sooner than Debian's packages come.
     with cluster_directory() as directory:
+        # With the environments that the scripts in scripts/setup create.
+        cache_directory().mkdir(parents=True, exist_ok=True)
         seen = [directory, ROOT, Path(sys.prefix), cache_directory(), *shared]
-        with running_machines(["n1", "n2"], seen, private) as machines, slurm(directory, machines) as cluster:
+        with running_machines(["n1", "n2"], seen) as machines, slurm(directory, machines) as cluster:
             yield cluster
-
-
-def cache_directory() -> Path:
-    """Return the directory of the environments that the scripts in scripts/setup create."""
-    directory = library_directory().parent
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
 
 
 @contextmanager

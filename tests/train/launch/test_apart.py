@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from data.capture.vllm.environment import KEY_VARIABLE, check_mooncake
+from data.capture.vllm.environment import KEY_VARIABLE
 from tests.processes import environment_of, wait_for
 from tests.recipes.stand_ins import assert_captured, save_stand_in, small_run
 from tests.runs.forked import ROOT
@@ -32,25 +32,18 @@ def keys_of_servers(output_dir: Path) -> list[str]:
     return [key for key in found if key]
 
 
-@pytest.mark.parametrize("transport", ["spool", "mooncake"])
-def test_a_server_on_another_node(
-    transport: str, vllm_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The nodes share the output directory, or nothing but a Mooncake store."""
-    shared = transport == "spool"
-    if not shared:
-        check_mooncake(vllm_python)
+def test_a_server_on_another_node(tmp_path: Path) -> None:
+    """The nodes share the output directory."""
     stand_in = save_stand_in(RECIPE, tmp_path / "stand_in", num_hidden_layers=NUM_LAYERS)
     output_dir = tmp_path / "run"
     output_dir.mkdir()
     run = [*small_run(RECIPE, stand_in, output_dir), f"train.max_steps={STEPS}"]
-    run += [f"drafter.aux_layer_ids={AUX_LAYER_IDS}", f"capture.transport={transport}"]
+    run += [f"drafter.aux_layer_ids={AUX_LAYER_IDS}"]
     run.append("data.regenerate.temperature=0")  # on a CPU, servers that capture ignore the temperature
     run.append("stages=[plan,data,vocab,answers,capture,train,export]")  # to decode starts vLLM twice more
-    seen = [stand_in.train.parent, *([output_dir] if shared else [])]
-    with running_apart_cluster(seen, [] if shared else [output_dir]) as cluster:
+    with running_apart_cluster([stand_in.train.parent, output_dir]) as cluster:
         assert cluster.machines is not None
-        first, second = cluster.machines.members
+        _, second = cluster.machines.members
         options = [f"recipe={RECIPE}", "--nodes=2", "--target-nodes=1"]
         options += ["--gpus-per-node=0", "--cpus-per-task=1"]
         shown = run_command("scripts/submit", "--dry-run", *options, *run)
@@ -60,15 +53,11 @@ def test_a_server_on_another_node(
         number = cluster.call("sbatch", "--parsable", str(script)).strip()
         keys: list[str] = []
         wait_for(lambda: keys.extend(keys_of_servers(output_dir)) or bool(keys))
-        written = output_dir if shared else first.path(output_dir)
         under_way = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
         wait_for(lambda: cluster.job_fields(number)["JobState"] not in under_way)
-        log = (written / f"slurm-{number}.out").read_text()
+        log = (output_dir / f"slurm-{number}.out").read_text()
         assert cluster.job_fields(number)["JobState"] == "COMPLETED", log[-10000:]
-        assert len([one for one in metrics_of(written) if one["kind"] == "train"]) == STEPS
-        if not shared:
-            assert not list(second.path(output_dir).rglob("*.safetensors"))
-            return
+        assert len([one for one in metrics_of(output_dir) if one["kind"] == "train"]) == STEPS
     assert (output_dir / "export" / "model.safetensors").exists()
     assert_captured(output_dir, stand_in.model, online=True)
     assert (output_dir / f"server-{second.name}-8000.log").exists()

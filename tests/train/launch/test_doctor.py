@@ -210,14 +210,6 @@ def test_which_runs_start_vllm(
         check_environment(config)
 
 
-def test_a_mooncake_master_that_other_machines_cannot_reach_is_refused() -> None:
-    through = ("capture=vllm_online", "capture.transport=mooncake", "stages=[data]")
-    config = composed("any_target", *NEEDED, *through, "vllm.servers=[http://node1:8000]")
-    with pytest.raises(UserError, match=r"capture\.mooncake\.master=127\.0\.0\.1:50051: http://node1:8000"):
-        check_environment(config)
-    check_environment(composed("any_target", *NEEDED, *through, "vllm.servers=[http://localhost:8000]"))
-
-
 def test_a_port_in_use_is_refused() -> None:
     with port_in_use() as port, pytest.raises(UserError, match=r"Nothing can listen on 127\.0\.0\.1"):
         check_port("--port", port)

@@ -9,14 +9,14 @@ from eagle31.errors import UserError
 from tests.runs.here import run_command
 from tests.train.launch.slurm_cluster import debian_packages
 from train.config.compose import composed
-from train.launch.slurm import Job, check_job, mooncake_port, render
+from train.launch.slurm import Job, check_job, render
 
 NEEDED = ["target.model=somewhere", "data.train=some.jsonl"]
 TOKENS = ("HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
-def script(job: Job, *arguments: str, output_dir: str = "/shared/run", mooncake: int | None = None) -> str:
-    return render(job, "any_target", arguments, Path(output_dir), "/env/bin/python", mooncake)
+def script(job: Job, *arguments: str, output_dir: str = "/shared/run") -> str:
+    return render(job, "any_target", arguments, Path(output_dir), "/env/bin/python")
 
 
 def options_of(text: str) -> list[str]:
@@ -31,7 +31,7 @@ def test_options_reach_sbatch_and_tokens_stay_in_the_environment(
     options = ["--nodes=3", "--target-nodes", "1", "--gpus-per-node=4", "--save-seconds=600"]
     options += ["--partition", "gpu", "--time=1-12:00:00", "--cpus-per-task=32", "--sbatch=--reservation=x"]
     options += ["--setup", "module load cuda", "--container-image=a.sqsh", "--mount=/data", "--dry-run"]
-    run = ["recipe=any_target", "capture=vllm_online", "capture.transport=mooncake", *NEEDED]
+    run = ["recipe=any_target", "capture=vllm_online", *NEEDED]
     done = run_command("scripts/submit", *options, *run, f"output_dir={tmp_path}/run")
     assert done.status == 0, done.err
     assert options_of(done.out) == [
@@ -48,7 +48,7 @@ def test_options_reach_sbatch_and_tokens_stay_in_the_environment(
         "--cpus-per-task=32",
         "--reservation=x",
     ]
-    for part in ("\nmodule load cuda\n", "--nnodes=2 --nproc-per-node=4", "serve_target", "mooncake_master"):
+    for part in ("\nmodule load cuda\n", "--nnodes=2 --nproc-per-node=4", "serve_target"):
         assert part in done.out
     assert "--container-image=a.sqsh --container-mounts=" in done.out
     assert ",/data:/data " in done.out
@@ -57,33 +57,17 @@ def test_options_reach_sbatch_and_tokens_stay_in_the_environment(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("target_nodes", "mooncake"), [(0, None), (1, 50051)])
-def test_script_passes_shellcheck_and_forwards_the_arguments(
-    tmp_path: Path, target_nodes: int, mooncake: int | None
-) -> None:
+@pytest.mark.parametrize("target_nodes", [0, 1])
+def test_script_passes_shellcheck_and_forwards_the_arguments(tmp_path: Path, target_nodes: int) -> None:
     arguments = ["data.train=a b's $HOME.jsonl", "recipe=any_target", "data.template_kwargs={a: [1,2]}"]
     path = tmp_path / "slurm.sh"
-    path.write_text(script(Job(nodes=4, target_nodes=target_nodes), *arguments, mooncake=mooncake))
+    path.write_text(script(Job(nodes=4, target_nodes=target_nodes), *arguments))
     shellcheck = debian_packages() / "usr" / "bin" / "shellcheck"
     checked = subprocess.run([shellcheck, path], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
     array = path.read_text().partition("\nrun=(")[2].partition("\n)\n")[0]
     printed = subprocess.check_output(["bash", "-c", f"run=({array}\n); printf '%s\\n' \"${{run[@]}}\""])
     assert printed.decode().splitlines() == ["recipe=any_target", arguments[0], arguments[2]]
-
-
-@pytest.mark.parametrize(
-    ("settings", "port"),
-    [
-        ((), None),
-        (("capture=vllm_online", "capture.transport=mooncake"), 50051),
-        (("capture=vllm_online", "capture.transport=mooncake", "capture.mooncake.master=node7:50051"), None),
-    ],
-)
-def test_a_job_starts_the_mooncake_master_that_its_run_needs(
-    settings: tuple[str, ...], port: int | None
-) -> None:
-    assert mooncake_port(composed(["recipe=any_target", *NEEDED, *settings]).capture) == port
 
 
 def test_a_job_that_has_its_nodes_alone_has_their_memory() -> None:

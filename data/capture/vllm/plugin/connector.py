@@ -1,4 +1,4 @@
-"""The connector inside vLLM, which hands the hidden states of requested prompts to a transport.
+"""The connector inside vLLM, which writes the hidden states of requested prompts into a spool.
 
 vLLM's `extract_hidden_states` method keeps the states in its cache, in blocks next to those of keys and
 values, so that chunked prefill and prefix caching apply to them as well. While a prompt is prefilled, the
@@ -34,11 +34,10 @@ from vllm.v1.request import RequestStatus
 
 from data.capture.vllm.capture_request import PARAMS, CaptureRequest, tokens_sha256
 from data.capture.vllm.plugin.cache_copy import CacheReader
-from data.capture.vllm.plugin.delivery import Accepted, Deliveries, Delivery, resolved
+from data.capture.vllm.plugin.delivery import Deliveries, Delivery, refusal, resolved
 from data.capture.vllm.server_info import ServerInfo
 
-# Of the host, for states that wait to be delivered. Where a transport takes samples as a whole, more for one
-# that is larger.
+# Of the host, for states that wait to be delivered.
 PENDING_BYTES = 1 << 31
 _SLICE_BYTES = PENDING_BYTES // 8  # at most, copied at once
 _REASON_LETTERS = 1000
@@ -88,7 +87,6 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._info = ServerInfo.of(vllm_config)
         self._group = _states_group(kv_cache_config)
-        self._accepted = _accepted(self._info, self._settings)
         # What requests that are under way ask for, with their tokens, or why they get nothing.
         self._asked: dict[str, tuple[CaptureRequest, torch.Tensor] | str] = {}
         self._done: list[Computed] = []
@@ -132,7 +130,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             return "The token ids that vLLM computed are not those that were sent."
         if len(token_ids) > self._info.max_tokens:
             return f"{len(token_ids)} tokens are more than the {self._info.max_tokens} that are captured."
-        reason = self._accepted.refusal(capture.destination)
+        reason = refusal(capture.destination, self._settings["roots"])
         if reason is not None:
             return reason
         return replace(capture, destination=resolved(capture.destination)), torch.tensor(token_ids)
@@ -168,9 +166,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         expected = (len(self._info.layer_ids), block_size, self._info.hidden_size)
         assert cache.shape[1:] == expected, f"the cache is {tuple(cache.shape)}, not [..., {expected}]"
         self._reader = CacheReader(cache)
-        # Of a store that takes whole samples only.
-        longest = self._reader.bytes_of(self._info.max_tokens) if self._accepted.mooncake_masters else 0
-        self._deliveries = Deliveries(len(self._info.aux_layer_ids), max(PENDING_BYTES, longest))
+        self._deliveries = Deliveries(len(self._info.aux_layer_ids), PENDING_BYTES)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._reader is not None:
@@ -195,15 +191,12 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _copy(self, sample: _Sample, deliveries: Deliveries, reader: CacheReader) -> None:
         """Start the copies for which there is room."""
-        prompt, size, destination = sample.prompt, reader.block_size, sample.prompt.capture.destination
-        num_tokens = len(prompt.input_ids)
-        end = num_tokens if prompt.is_done else prompt.num_tokens // size * size
+        prompt, size = sample.prompt, reader.block_size
+        end = len(prompt.input_ids) if prompt.is_done else prompt.num_tokens // size * size
         longest = max(1, _SLICE_BYTES // reader.bytes_of(1)) * size
-        if "mooncake" in destination:  # which takes a sample at once
-            end, longest = (num_tokens if prompt.is_done else 0), num_tokens
         while (first := sample.delivery.num_tokens) < end:
             number = min(longest, end - first)
-            if not deliveries.has_room(destination, reader.bytes_of(number)):
+            if not deliveries.has_room(reader.bytes_of(number)):
                 return
             sample.delivery.add(reader.copy(prompt.block_ids[first // size :], number))
 
@@ -241,15 +234,6 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         return "LBNHC"  # the states of all layers of a token are contiguous
-
-
-def _accepted(info: ServerInfo, settings: dict[str, Any]) -> Accepted:
-    return Accepted(
-        roots=settings["roots"],
-        mooncake_masters=settings["mooncake_masters"],
-        num_aux_layers=len(info.aux_layer_ids),
-        hidden_size=info.hidden_size,
-    )
 
 
 def _states_group(config: KVCacheConfig) -> int:

@@ -1,9 +1,8 @@
-"""A run that starts a server and does nothing else: TARGET ROOT AUX_LAYER_IDS MOONCAKE_MASTER..."""
+"""A run that starts a server and does nothing else: TARGET ROOT AUX_LAYER_IDS"""
 
 import json
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
@@ -22,9 +21,8 @@ SMALL = {
 }
 
 if __name__ == "__main__":
-    target, root, ids, *masters = sys.argv[1:]
+    target, root, ids = sys.argv[1:]
     engine = capture_engine(TargetSpec(target), tuple(json.loads(ids)), Path(root), **SMALL)
-    engine = replace(engine, mooncake_masters=masters)
     server = server_process(engine.command_line(), Path(root) / "server.log", STALL_SECONDS)
     server.wait_until_ready(progress=False)
     write_json(Path(root) / "server.json", {"url": server.url, "process_id": server.process_id})

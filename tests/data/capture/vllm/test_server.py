@@ -19,17 +19,12 @@ import pytest
 import torch
 from datasets import Dataset
 
-from data.capture.arriving import ArrivingStates
-from data.capture.dispatch import PATIENCE_SECONDS
-from data.capture.producer import EngineProducer
-from data.capture.transport.mooncake import MooncakeTransport, state_bytes
 from data.capture.transport.spool import Spool, open_spool
-from data.capture.vllm.capture_request import PARAMS, CaptureRequest, capture_tasks
+from data.capture.vllm.capture_request import PARAMS, CaptureRequest
 from data.capture.vllm.client import VllmClient
 from data.capture.vllm.server_info import INFO_PATH
 from data.generation.answers import answer_prompts
 from data.generation.vllm import VllmGenerator
-from data.samples import StateShape
 from data.sampling import Sampling
 from data.store import HiddenStateStore
 from data.store.shards import FinishedShards
@@ -38,7 +33,6 @@ from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from eagle31.json_files import read_json
-from tests.data.capture.transport.mooncake_master import Master, running_master
 from tests.data.capture.vllm.capturing import (
     CODEC,
     KEY,
@@ -72,7 +66,7 @@ from train.engines.probe import check_servers, probe_states
 
 IDS = (0, 1, 2, 3, 4)
 NUM_SAMPLES = 120
-NO_MASTER = "127.0.0.1:9"  # the discard port
+NOBODY = "127.0.0.1:9"  # the discard port
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +77,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def spec(root: Path) -> TargetSpec:
     return save_hybrid(root / "target")
-
-
-@pytest.fixture(scope="module")
-def master(mooncake: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
-    with running_master(tmp_path_factory.mktemp("mooncake")) as one:
-        yield one
 
 
 @dataclass(frozen=True)
@@ -105,7 +93,7 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(vllm_python: Path, spec: TargetSpec, root: Path, master: Master) -> Iterator[Server]:
+def server(vllm_python: Path, spec: TargetSpec, root: Path) -> Iterator[Server]:
     """A server that prefills in chunks, with prefix caching and a cache for two of the longest prompts.
 
     The user's modules have our names: neither the working directory nor PYTHONPATH may matter.
@@ -113,7 +101,7 @@ def server(vllm_python: Path, spec: TargetSpec, root: Path, master: Master) -> I
     hostile = make_hostile_directory(root / "hostile")
     script = Path(__file__).with_name("server_run.py")
     run = psutil.Popen(
-        [sys.executable, str(script), spec.model, str(root), json.dumps(IDS), NO_MASTER, master.address],
+        [sys.executable, str(script), spec.model, str(root), json.dumps(IDS)],
         cwd=hostile,
         env=os.environ | {"PYTHONPATH": str(hostile)},
     )
@@ -171,7 +159,7 @@ def test_servers_that_are_set_up_differently_are_refused(
     too_long = Dataset.from_dict({"input_ids": [[1] * num_tokens], "loss_mask": [[True] * num_tokens]})
     with pytest.raises(UserError, match=f"{MAX_TOKENS} tokens where a sample has {num_tokens}"):
         capture(server, too_long, root / "refused-long", spec)
-    nobody = VllmClient(f"http://{NO_MASTER}", 1)
+    nobody = VllmClient(f"http://{NOBODY}", 1)
     with pytest.raises(UserError, match=r"None has answered .*No server answers at this address"):
         capture_store(nobody, dataset, root / "refused-down", expected, root, patience_seconds=1.0)
     writer, sampling = VllmGenerator([client(server, 8)], expected), Sampling(MAX_TOKENS, (), 0.0, 0)
@@ -332,20 +320,12 @@ def test_what_a_request_asks_for_fails_for_its_client_only(
 
     process, spool = server.vllm_process(), Spool(root, CODEC).to_json()
     good = CaptureRequest.of(spool, "7", [1, 2, 3], mask).to_params()[PARAMS]
-    through_mooncake = {"mooncake": {"master": NO_MASTER, "segment_bytes": 0}, "dtype": "bfloat16"}
-    through_mooncake |= {"num_aux_layers": 5, "hidden_size": 64}
     refusals: dict[str, object] = {
         "codec must be one of": {"destination": spool | {"codec": "int4"}},
         "letters, digits": {"key": "../../7"},
         "is not below": {"destination": spool | {"spool": f"{root}/../elsewhere"}},
         "does not exist": {"destination": spool | {"spool": f"{root}/nowhere"}},
-        "Mooncake stores that the server may use": {
-            "destination": through_mooncake | {"mooncake": {"master": "127.0.0.1:1", "segment_bytes": 0}}
-        },
-        "no memory": {
-            "destination": through_mooncake | {"mooncake": {"master": NO_MASTER, "segment_bytes": 1 << 30}}
-        },
-        "5 aux layers of 64": {"destination": through_mooncake | {"hidden_size": 1}},
+        "has the fields": {"destination": spool | {"more": 1}},
         "ascending": {"loss_spans": [[0, 10**9]]},
         "not those that were sent": {"tokens_sha256": "0"},
     }
@@ -354,36 +334,13 @@ def test_what_a_request_asks_for_fails_for_its_client_only(
     for nonsense in ("eagle31", 3, [1], {"destination": "here"}):
         assert "no request for hidden states" in ask({PARAMS: nonsense})["error"]
     # What fails after the answer is in the log, and the next requests are served.
-    assert ask({PARAMS: good | {"destination": through_mooncake}}) == {}
-    wait_for(lambda: "eagle31: 7 was not delivered: UserError" in (root / "server.log").read_text())
+    (root / "7.safetensors").mkdir()
+    assert ask({PARAMS: good}) == {}
+    wait_for(lambda: "eagle31: 7 was not delivered: IsADirectoryError" in (root / "server.log").read_text())
+    (root / "7.safetensors").rmdir()
     assert ask({PARAMS: good}) == {}
     wait_for((root / "7.safetensors").exists)
     assert server.vllm_process() == process
-
-
-def test_states_arrive_through_mooncake(server: Server, spec: TargetSpec, master: Master) -> None:
-    expected, dataset = expected_states(spec, IDS), make_samples(20, seed=2)
-    shape = StateShape(len(IDS), expected.hidden_size, expected.dtype)
-    lent = MooncakeTransport(
-        master.settings(64 << 20), num_aux_layers=len(IDS), hidden_size=64, dtype=torch.float32
-    )
-    with (
-        contextlib.closing(lent) as transport,
-        contextlib.closing(
-            EngineProducer([client(server, 8)], capture_tasks(transport), lambda *_: None, PATIENCE_SECONDS)
-        ) as producer,
-    ):
-        source = ArrivingStates(
-            dataset,
-            producer,
-            transport,
-            shape=shape,
-            sample_bytes=lambda mask: state_bytes(len(mask), *vars(shape).values()),
-            spool_gb=0.05,
-            name="test",
-        )
-        found = dict(source.captured(range(len(dataset))))
-        assert largest_difference([found[i] for i in range(len(dataset))], dataset, spec, IDS) < 1e-5
 
 
 @pytest.mark.full("it starts vLLM again")

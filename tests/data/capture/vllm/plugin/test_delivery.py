@@ -53,20 +53,16 @@ def _wait(event: threading.Event) -> None:
 
 
 def test_slices_of_several_samples_arrive_in_order_and_hold_no_more_than_the_bound(tmp_path: Path) -> None:
-    spool, deliveries = Spool(tmp_path, "exact"), Deliveries(NUM_LAYERS, 6 * SLICE_BYTES)
+    spool, deliveries = Spool(tmp_path, "exact"), Deliveries(NUM_LAYERS, 3 * SLICE_BYTES)
     prompts = [Prompt(f"{number}", number) for number in range(3)]
-    destination = spool.to_json()
     opened = [deliveries.open(prompt.asked_in(spool), prompt.ids) for prompt in prompts]
     for number, index in ((0, 0), (1, 0), (0, 1)):
-        assert deliveries.has_room(destination, SLICE_BYTES)
+        assert deliveries.has_room(SLICE_BYTES)
         opened[number].add(prompts[number].copy(index))
-    # Half of the bound is for one destination.
-    assert not deliveries.has_room(destination, SLICE_BYTES)
-    assert deliveries.has_room(destination | {"codec": "bf16"}, SLICE_BYTES)
-    assert not deliveries.has_room(destination | {"codec": "bf16"}, 4 * SLICE_BYTES)
+    assert not deliveries.has_room(SLICE_BYTES)
     for prompt in prompts:
         prompt.may_finish.set()
-    wait_for(lambda: deliveries.has_room(destination, 7 * SLICE_BYTES))  # one always may, if it is alone
+    wait_for(lambda: deliveries.has_room(7 * SLICE_BYTES))  # one always may, if it is alone
     assert not any(spool.arrived(prompt.request.key) for prompt in prompts)
     for number, indices in ((0, (2, 3)), (1, (1, 2, 3)), (2, (0, 1, 2, 3))):
         for index in indices:
@@ -91,7 +87,7 @@ def test_a_sample_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
     delivery.abandon()
     deliveries.close()
     assert not list(tmp_path.iterdir())
-    assert deliveries.has_room(spool.to_json(), 7 * SLICE_BYTES)
+    assert deliveries.has_room(7 * SLICE_BYTES)
 
 
 def test_what_cannot_be_delivered_costs_itself_only(
@@ -109,24 +105,4 @@ def test_what_cannot_be_delivered_costs_itself_only(
     deliveries.close()
     [line] = capsys.readouterr().err.splitlines()
     assert "eagle31: lost was not delivered: FileNotFoundError" in line
-    assert deliveries.has_room(spool.to_json(), 2 << 20)
-
-
-def test_a_destination_is_kept_while_a_sample_is_on_its_way_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("data.capture.vllm.plugin.delivery.MAX_DESTINATIONS", 1)
-    deliveries, prompts, spools = Deliveries(NUM_LAYERS, 1 << 20), [], []
-    for number in range(3):
-        (tmp_path / f"{number}").mkdir()
-        spools.append(Spool(tmp_path / f"{number}", "exact"))
-        prompts.append(Prompt("a", number))
-    opened = [
-        deliveries.open(one.asked_in(spool), one.ids) for spool, one in zip(spools, prompts, strict=True)
-    ]
-    for prompt, delivery, spool in zip(prompts, opened, spools, strict=True):
-        prompt.may_finish.set()
-        for index in range(4):
-            delivery.add(prompt.copy(index))
-        assert torch.equal(prompt.taken(spool), prompt.states[1:-2])
-    deliveries.close()
+    assert deliveries.has_room(2 << 20)

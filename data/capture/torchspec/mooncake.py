@@ -3,13 +3,11 @@
 import ctypes
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from data.addresses import is_loopback
 from data.cache import cache_directory
 from eagle31.errors import UserError
 
@@ -24,13 +22,13 @@ _LIBRARIES = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1")
 
 @dataclass(frozen=True)
 class MooncakeSettings:
-    """The settings with which a process joins a Mooncake store; `capture.mooncake` in the recipe."""
+    """The settings with which a process joins a Mooncake store."""
 
-    master: str = "127.0.0.1:50051"
+    master: str  # HOST:PORT
+    metadata: str  # the URL of a metadata server, or P2PHANDSHAKE without one
+    segment_bytes: int  # memory that this process lends to the store
     protocol: str = "tcp"  # or rdma
     device: str = ""  # the RDMA device
-    segment_bytes: int = 0  # memory that this process lends to the store
-    metadata: str = "P2PHANDSHAKE"  # the URL of a metadata server, or this without one
 
 
 def load_mooncake() -> Any:
@@ -49,30 +47,13 @@ def load_mooncake() -> Any:
         import mooncake.store
     except ModuleNotFoundError as error:
         remedy = f"This needs Mooncake's Python package: pip install '{REQUIREMENT}'."
-        raise UserError("capture.transport", "mooncake", remedy) from error
+        raise UserError("capture.source", "torchspec", remedy) from error
     except ImportError as error:
         remedy = (
             f"Mooncake lacks a system library ({error}): run scripts/setup/mooncake, which needs no root."
         )
-        raise UserError("capture.transport", "mooncake", remedy) from error
+        raise UserError("capture.source", "torchspec", remedy) from error
     return mooncake.store
-
-
-def check_joinable(master: str) -> None:
-    """Raise UserError if this process could not join a store: package, library or master is missing."""
-    load_mooncake()
-    reach(master)
-
-
-def check_master(master: str, clients: Sequence[str]) -> None:
-    """Raise UserError if servers on other machines are given a master under a loopback address.
-
-    Args:
-        clients: the URLs of these servers.
-    """
-    if clients and is_loopback(master.rpartition(":")[0].strip("[]")):
-        remedy = f"{clients[0]} is another machine, where this address is its own; give the master's address."
-        raise UserError("capture.mooncake.master", master, remedy)
 
 
 def library_directory() -> Path:
@@ -98,7 +79,7 @@ def connect(library: Any, settings: MooncakeSettings) -> Any:
             f"Mooncake could not join with protocol={settings.protocol}, "
             f"device={settings.device!r}, {settings.segment_bytes:,} bytes lent (code {code}); see its log."
         )
-        raise UserError("capture.mooncake", settings.master, remedy)
+        raise UserError("torchspec", settings.master, remedy)
     return store
 
 
@@ -108,16 +89,13 @@ def reach(master: str) -> str:
     Raises:
         UserError: no master answers.
     """
-    host, port = address(master)
+    host, _, port = master.rpartition(":")
     try:
-        with socket.create_connection((host, port), timeout=_CONNECT_SECONDS) as probe:
+        with socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS) as probe:
             own, masters = probe.getsockname()[0], probe.getpeername()[0]
     except OSError as error:
-        remedy = (
-            f"No master answers at this address ({error.strerror or error}). Start one: "
-            f"mooncake_master --rpc_address={host} --rpc_port={port}"
-        )
-        raise UserError("capture.mooncake.master", master, remedy) from error
+        remedy = f"The master of TorchSpec's store does not answer there ({error.strerror or error})."
+        raise UserError("torchspec", master, remedy) from error
     # Many systems give a machine's name a loopback address, at which other machines do not reach it.
     named = ip_address(masters).is_loopback and host != "localhost" and host != masters
     return (outward_address() or own) if named else own
@@ -131,15 +109,3 @@ def outward_address() -> str | None:
         except OSError:
             return None
         return probe.getsockname()[0]
-
-
-def address(master: str) -> tuple[str, int]:
-    """Return the host and the port of a master that is given as HOST:PORT.
-
-    Raises:
-        UserError: it is given otherwise.
-    """
-    host, _, port = master.rpartition(":")
-    if not host or not port.isdecimal():
-        raise UserError("capture.mooncake.master", master, "Give it as host:port.")
-    return host, int(port)

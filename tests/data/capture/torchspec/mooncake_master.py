@@ -1,6 +1,5 @@
-"""A real Mooncake master on loopback, and a process that puts into its store."""
+"""A real Mooncake master on loopback, and samples that are put into its store as TorchSpec's engines do."""
 
-import json
 import os
 import shutil
 import signal
@@ -10,17 +9,20 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
-from data.capture.transport.mooncake_store import REQUIREMENT, MooncakeSettings
+from data.capture.torchspec.mooncake import REQUIREMENT, MooncakeSettings
+from data.capture.torchspec.transport import SUFFIXES, TorchSpecTransport
+from data.capture.transport.protocol import StateRequest
 from tests.processes import free_ports
 
 ROOT = Path(__file__).resolve().parents[4]
-WORKER = Path(__file__).with_name("mooncake_worker.py")
+NUM_AUX_LAYERS, HIDDEN_SIZE = 3, 64
 
 
 class Master:
@@ -59,7 +61,7 @@ class Master:
         assert self._process.wait() == -signal.SIGKILL, "the master had ended before"
 
     def settings(self, segment_bytes: int = 0) -> MooncakeSettings:
-        return MooncakeSettings(master=self.address, segment_bytes=segment_bytes)
+        return MooncakeSettings(self.address, "P2PHANDSHAKE", segment_bytes)
 
 
 @contextmanager
@@ -81,10 +83,26 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def start_producer(settings: MooncakeSettings, num_samples: int, num_tokens: int) -> subprocess.Popen:
-    """Start a process that puts samples of so many tokens."""
-    return subprocess.Popen(
-        [sys.executable, WORKER, json.dumps([asdict(settings), num_samples, num_tokens])],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+def sample(index: int, num_tokens: int) -> tuple[StateRequest, Tensor, Tensor]:
+    """Return a request, and its states as TorchSpec's engines send them."""
+    generator = torch.Generator().manual_seed(index)
+    ids = torch.randint(1000, (num_tokens,), generator=generator)
+    aux = torch.randn(num_tokens, NUM_AUX_LAYERS, HIDDEN_SIZE, generator=generator).bfloat16()
+    last = torch.randn(num_tokens, HIDDEN_SIZE, generator=generator).bfloat16()
+    return StateRequest(f"run-{index}", ids, torch.ones(num_tokens, dtype=torch.bool)), aux, last
+
+
+def open_transport(settings: MooncakeSettings, norm_scale: Tensor | None = None) -> TorchSpecTransport:
+    return TorchSpecTransport(
+        settings, num_aux_layers=NUM_AUX_LAYERS, hidden_size=HIDDEN_SIZE, norm_scale=norm_scale
     )
+
+
+def put(transport: TorchSpecTransport, chosen: str, *tensors: Tensor) -> None:
+    """Put aux states, token ids and final states under a key, by the client of the transport itself."""
+    contents = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
+    parts = transport._parts([len(content) for content in contents])
+    for part, content in zip(parts, contents, strict=True):
+        part.copy_(content)
+    keys, pointers = [chosen + suffix for suffix in SUFFIXES], [part.data_ptr() for part in parts]
+    assert not any(transport._store.batch_put_from(keys, pointers, [len(part) for part in parts]))

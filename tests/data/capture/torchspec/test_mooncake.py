@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from data.capture.transport.mooncake_store import outward_address, reach
+from data.capture.torchspec.mooncake import outward_address, reach
 
 
 def test_a_machine_whose_name_is_a_loopback_address_gives_others_another_one(
