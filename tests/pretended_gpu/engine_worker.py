@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from data.batches.device_rows import DeviceRows
-from scripts.bench.pretended_gpu.backward import backward
-from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu
+from tests.pretended_gpu.backward import backward
+from tests.pretended_gpu.device import CUDA, PretendedGpu
 from tests.pretended_gpu.steps import NUM_STEPS, configuration, drafter_on_gpu, host_batch
 from train.distributed import World
 from train.trainer import engine_state

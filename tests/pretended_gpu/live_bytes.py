@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from scripts.bench.pretended_gpu.device import CUDA
+from tests.pretended_gpu.device import CUDA
 
 
 class LiveBytes(TorchDispatchMode):

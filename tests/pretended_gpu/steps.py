@@ -13,9 +13,9 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch
 from eagle31.training.step import DepthSums, rollout_loss, schedule_batch
-from scripts.bench.pretended_gpu.backward import backward, grad
-from scripts.bench.pretended_gpu.device import CUDA, pinned, to_gpu
 from tests.eagle31.tiny import MLA, VOCAB, random_batch, tiny_config, tiny_drafter
+from tests.pretended_gpu.backward import backward, grad
+from tests.pretended_gpu.device import CUDA, pinned, to_gpu
 
 NUM_STEPS = 3
 LENGTHS = (30, 20, 40)

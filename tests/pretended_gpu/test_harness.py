@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu
+from tests.pretended_gpu.device import CUDA, PretendedGpu
 
 
 def on_gpu(*shape: int) -> Tensor:

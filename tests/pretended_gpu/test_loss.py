@@ -11,8 +11,8 @@ from eagle31.cost.memory import step_memory
 from eagle31.training.fused_loss import one_pass_loss
 from eagle31.training.step import schedule_batch
 from eagle31.training.teacher import teacher_of
-from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu
 from tests.eagle31.tiny import random_batch, tiny_config
+from tests.pretended_gpu.device import CUDA, PretendedGpu
 from tests.pretended_gpu.live_bytes import LiveBytes
 from tests.pretended_gpu.steps import GQA, NUM_STEPS, drafter_on_gpu
 

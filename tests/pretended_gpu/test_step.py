@@ -9,7 +9,7 @@ import torch
 from eagle31.training.batch import captured_rows
 from eagle31.training.drift import choose_rows, measure_drift
 from eagle31.training.teacher_forced import greedy_hits
-from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu, pinned
+from tests.pretended_gpu.device import CUDA, PretendedGpu, pinned
 from tests.pretended_gpu.steps import NUM_STEPS, configuration, drafter_on_gpu, host_batch, step
 
 aten = torch.ops.aten

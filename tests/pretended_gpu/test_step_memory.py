@@ -13,10 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from eagle31.cost.flops import count_step
 from eagle31.cost.memory import step_memory
-from scripts.bench.pretended_gpu.backward import backward, grad
-from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu
-from scripts.bench.roofline import RowStep, typical_row
+from tests.pretended_gpu.backward import backward, grad
+from tests.pretended_gpu.device import CUDA, PretendedGpu
 from tests.pretended_gpu.live_bytes import LiveBytes
+from tests.pretended_gpu.recipe_steps import RowStep, typical_row
 from tests.train.torchrun import composed
 from train.plan.sizes import RunSizes, trainer_settings
 

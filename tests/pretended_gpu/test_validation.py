@@ -12,8 +12,8 @@ from eagle31.training import reference
 from eagle31.training.batch import PackedBatch
 from eagle31.training.drift import choose_rows, measure_drift
 from eagle31.training.teacher_forced import greedy_hits
-from scripts.bench.pretended_gpu.device import PretendedGpu
 from tests.eagle31.tiny import MLA, random_batch, tiny_config
+from tests.pretended_gpu.device import PretendedGpu
 from tests.pretended_gpu.live_bytes import LiveBytes
 from tests.pretended_gpu.steps import drafter_on_gpu
 

@@ -17,8 +17,8 @@ from data.samples import CapturedSample
 from eagle31.errors import UserError
 from eagle31.training.batch import PackedBatch, supervised_drafts
 from eagle31.training.step import schedule_batch
-from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu, pinned
 from tests.data.batches.memory_source import MemorySource, random_sample
+from tests.pretended_gpu.device import CUDA, PretendedGpu, pinned
 
 ROW_TOKENS, NUM_STEPS, NUM_ROWS = 32, 3, 2
 

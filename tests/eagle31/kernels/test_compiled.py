@@ -26,8 +26,8 @@ from triton.runtime.jit import JITFunction, MockTensor
 
 from eagle31 import kernels
 from eagle31.model.config import DrafterConfig
-from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu
-from scripts.bench.roofline import random_parts
+from tests.pretended_gpu.device import CUDA, PretendedGpu
+from tests.pretended_gpu.recipe_steps import random_parts
 from tests.pretended_gpu.steps import host_batch, step
 from tests.runs import forked
 from tests.runs.forked import ROOT

@@ -1,7 +1,7 @@
 import torch
 
 from eagle31.kernels.transfer import to_device
-from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu
+from tests.pretended_gpu.device import CUDA, PretendedGpu
 from train.trainer.host_copy import HostCopy
 
 

@@ -8,7 +8,7 @@ import torch
 
 from data.batches.device_rows import RowCounts
 from eagle31.training.step import DepthSums
-from scripts.bench.pretended_gpu.device import CUDA, PretendedGpu
+from tests.pretended_gpu.device import CUDA, PretendedGpu
 from train.distributed import World
 from train.trainer.metrics import Speed, StepTimes, WindowSums
 
