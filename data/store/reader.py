@@ -1,11 +1,10 @@
 """The reader of a finished store, in the order of its samples."""
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,12 +102,11 @@ class HiddenStateStore:
         self.shards: list[tuple[str, int, int]] = manifest["shards"]  # names, sizes, checksums
         self.sample_ids: NDArray[np.int64] = self._index["sample_id"]  # in the tokenised dataset; ascending
         self.lengths: NDArray[np.int64] = self._index["rows"][:, 0]
-        # Headers, 2 kB each, stay where no file is open.
-        self._max_open_shards = _MAX_OPEN_SHARDS if self._remote is None else len(self.shards)
-        self._lock = threading.Lock()  # guards the field below
-        self._open_shards: OrderedDict[int, ShardFile] = OrderedDict()
+        # Headers, 2 kB each, stay where no file is open. A thread that is reading from a shard keeps it open.
+        most = _MAX_OPEN_SHARDS if self._remote is None else None
+        self._open: Callable[[int], ShardFile] = lru_cache(most)(self._open_shard)
         self._memory = _ThreadMemory()
-        self._threads = ThreadPoolExecutor(num_threads, "read-samples") if num_threads > 1 else None
+        self._threads = ThreadPoolExecutor(num_threads, "read-samples")
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -118,8 +116,6 @@ class HiddenStateStore:
             return decode(self._encoded(index))
 
     def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
-        if self._threads is None or len(indices) < 2:
-            return [self[index] for index in indices]
         return list(self._threads.map(self.__getitem__, indices))
 
     @cached_property
@@ -131,17 +127,12 @@ class HiddenStateStore:
 
     def read_into(self, indices: Sequence[int], places: Sequence[CapturedSample]) -> None:
         """Decode samples into tensors of the caller, with `num_threads` of them at the same time."""
-        tasks = zip(indices, places, strict=True)
-        if self._threads is None:
-            for task in tasks:
-                self._read_into(task)
-        else:
-            for _ in self._threads.map(self._read_into, tasks):
-                pass
+        for _ in self._threads.map(self._read_into, indices, places):
+            pass
 
-    def _read_into(self, task: tuple[int, CapturedSample]) -> None:
+    def _read_into(self, index: int, place: CapturedSample) -> None:
         with self._explained():
-            decode_into(self._encoded(task[0], self._memory.of_size), task[1])
+            decode_into(self._encoded(index, self._memory.of_size), place)
 
     def verify(self, rank: int = 0, world_size: int = 1) -> None:
         """Check that the shards are there with the sizes that were recorded.
@@ -187,21 +178,9 @@ class HiddenStateStore:
         )
         raise DamagedShard(str(path), f"sample {entry['sample_id']}", remedy)
 
-    def _open(self, shard: int) -> ShardFile:
-        """Return a shard, opened on first use; those that were not used for longest are closed again."""
-        with self._lock:
-            found = self._open_shards.get(shard)
-            if found is not None:
-                self._open_shards.move_to_end(shard)
-                return found
+    def _open_shard(self, shard: int) -> ShardFile:
         name = self.shards[shard][0]
-        opened = ShardFile(self.directory / name if self._remote is None else self._remote.file(name))
-        with self._lock:
-            self._open_shards[shard] = opened
-            if len(self._open_shards) > self._max_open_shards:
-                # A thread that is reading from it keeps it open.
-                self._open_shards.popitem(last=False)
-        return opened
+        return ShardFile(self.directory / name if self._remote is None else self._remote.file(name))
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
