@@ -59,8 +59,3 @@ class CacheReader:
             event = torch.cuda.Event()
             event.record(self._stream)
         return HostCopy(states, blocks.nbytes, event.query, event.synchronize)
-
-    def hold_back_writes(self) -> None:
-        """Have what vLLM computes from now on wait for the copies, whose blocks it may have given away."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._blocks.device).wait_stream(self._stream)

@@ -1,14 +1,11 @@
 """The connector inside vLLM, which writes the hidden states of requested prompts into a spool.
 
 vLLM's `extract_hidden_states` method keeps the states in its cache, in blocks next to those of keys and
-values, so that chunked prefill and prefix caching apply to them as well. While a prompt is prefilled, the
-scheduler's half of this connector says in each step what has been computed before, and the worker's half
-copies it to host memory in slices, which threads deliver. When the prompt is done, the scheduler's half keeps
-its blocks until the rest is copied. Where deliveries are slower than copies, copies wait, blocks are kept
-longer, and vLLM admits fewer prompts: memory is bounded by `PENDING_BYTES` and the cache.
-
-What has been copied of a prompt stays valid when vLLM preempts it: it computes the same states again, and
-copies continue where they were.
+values, so that chunked prefill and prefix caching apply to them as well, and a prompt that vLLM preempts is
+computed again. When a prompt is done, the scheduler's half of this connector keeps its blocks and names them
+to the worker's half, which copies them to host memory in slices, which threads deliver. Where deliveries are
+slower than copies, copies wait, blocks are kept longer, and vLLM admits fewer prompts: memory is bounded by
+`PENDING_BYTES` and the cache.
 
 What is wrong with a request or its destination never ends vLLM: the answer has the reason, or the log where
 it shows only after the request was checked.
@@ -44,19 +41,14 @@ _REASON_LETTERS = 1000
 _STATES_LAYER = "cache_only_layers."  # the layer's name in vLLM's ExtractHiddenStatesModel
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Computed:
-    """A prompt whose first tokens' states are in the cache. When those of all are, the blocks are kept."""
+    """A prompt whose states are in the cache, in blocks that are kept until they are copied."""
 
     request_id: str
     capture: CaptureRequest
-    input_ids: torch.Tensor  # int64 [T], of the whole prompt
+    input_ids: torch.Tensor  # int64 [T]
     block_ids: list[int]
-    num_tokens: int
-
-    @property
-    def is_done(self) -> bool:
-        return self.num_tokens >= len(self.input_ids)
 
 
 @dataclass
@@ -64,12 +56,6 @@ class ComputedStates(KVConnectorMetadata):
     """What the scheduler tells the workers with every step: what the steps before have computed."""
 
     prompts: list[Computed]
-
-
-@dataclass
-class _Sample:
-    prompt: Computed  # as it was named last
-    delivery: Delivery
 
 
 class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
@@ -92,7 +78,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._done: list[Computed] = []
         self._reader: CacheReader | None = None
         self._deliveries: Deliveries | None = None
-        self._samples: dict[str, _Sample] = {}
+        self._samples: dict[str, tuple[Computed, Delivery]] = {}
 
     # The scheduler's half.
 
@@ -118,8 +104,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             asked = f"vLLM gave the request up: {request.status.name}"
         if isinstance(asked, str):
             return False, {PARAMS: {"error": asked}}
-        num_tokens = request.num_prompt_tokens
-        self._done.append(Computed(request.request_id, *asked, block_ids[self._group], num_tokens))
+        self._done.append(Computed(request.request_id, *asked, block_ids[self._group]))
         return True, {PARAMS: {}}
 
     def _what_it_asks_for(
@@ -137,15 +122,6 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         prompts, self._done = self._done, []
-        running = scheduler_output.scheduled_cached_reqs
-        for request_id, num_tokens in zip(running.req_ids, running.num_computed_tokens, strict=True):
-            asked = self._asked.get(request_id)
-            # What a request begins or resumes with may be computed in this step, for another one.
-            if isinstance(asked, tuple) and request_id not in running.resumed_req_ids:
-                block_ids = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
-                prompt = Computed(request_id, *asked, block_ids[self._group], num_tokens)
-                if not prompt.is_done:  # while it is prefilled
-                    prompts.append(prompt)
         return ComputedStates(prompts)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
@@ -168,47 +144,30 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._reader = CacheReader(cache)
         self._deliveries = Deliveries(len(self._info.aux_layer_ids), PENDING_BYTES)
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        if self._reader is not None:
-            self._reader.hold_back_writes()
-
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Start copies of what the steps before have computed, which run while this one computes."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, ComputedStates)
         if self._deliveries is None or self._reader is None:
             return
-        prompts = connector_metadata.prompts
-        for prompt in prompts:
-            if prompt.request_id not in self._samples:
-                delivery = self._deliveries.open(prompt.capture, prompt.input_ids)
-                self._samples[prompt.request_id] = _Sample(prompt, delivery)
-            self._samples[prompt.request_id].prompt = prompt
-        for sample in self._samples.values():
-            # One that is neither done nor named may have been preempted: its blocks are another's.
-            if sample.prompt.is_done or sample.prompt in prompts:
-                self._copy(sample, self._deliveries, self._reader)
-
-    def _copy(self, sample: _Sample, deliveries: Deliveries, reader: CacheReader) -> None:
-        """Start the copies for which there is room."""
-        prompt, size = sample.prompt, reader.block_size
-        end = len(prompt.input_ids) if prompt.is_done else prompt.num_tokens // size * size
-        longest = max(1, _SLICE_BYTES // reader.bytes_of(1)) * size
-        while (first := sample.delivery.num_tokens) < end:
-            number = min(longest, end - first)
-            if not deliveries.has_room(reader.bytes_of(number)):
-                return
-            sample.delivery.add(reader.copy(prompt.block_ids[first // size :], number))
+        for prompt in connector_metadata.prompts:
+            delivery = self._deliveries.open(prompt.capture, prompt.input_ids)
+            self._samples[prompt.request_id] = prompt, delivery
+        size = self._reader.block_size
+        longest = max(1, _SLICE_BYTES // self._reader.bytes_of(1)) * size
+        for prompt, delivery in self._samples.values():
+            while (first := delivery.num_tokens) < len(prompt.input_ids):
+                number = min(longest, len(prompt.input_ids) - first)
+                if not self._deliveries.has_room(self._reader.bytes_of(number)):
+                    return
+                delivery.add(self._reader.copy(prompt.block_ids[first // size :], number))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose blocks are free again."""
-        for request_id in finished_req_ids & self._samples.keys():
-            if not self._samples[request_id].prompt.is_done:  # vLLM gave it up
-                self._samples.pop(request_id).delivery.abandon()
         finished = {
             request_id
-            for request_id, sample in self._samples.items()
-            if sample.delivery.num_tokens == len(sample.prompt.input_ids) and sample.delivery.is_copied()
+            for request_id, (prompt, delivery) in self._samples.items()
+            if delivery.num_tokens == len(prompt.input_ids) and delivery.is_copied()
         }
         for request_id in finished:
             del self._samples[request_id]

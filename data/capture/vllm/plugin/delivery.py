@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +104,6 @@ class Delivery:
         self._deliveries.hold(copy.num_bytes)
         self._thread.submit(self._put, copy, self.num_tokens == len(self._request.input_ids))
 
-    def abandon(self) -> None:
-        """Remove what was delivered of the sample."""
-        self._thread.submit(self._remove)
-
     def _put(self, copy: HostCopy, is_last: bool) -> None:
         try:
             with self._opened as opened:
@@ -123,7 +119,3 @@ class Delivery:
             print(f"eagle31: {self._request.key} was not delivered: {what}", file=sys.stderr, flush=True)
         finally:
             self._deliveries.hold(-copy.num_bytes)
-
-    def _remove(self) -> None:
-        with suppress(Exception), self._opened:
-            raise RuntimeError("vLLM gave the prompt up")

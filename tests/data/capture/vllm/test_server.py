@@ -1,12 +1,10 @@
 """A real vLLM server on the CPU, from start to kill -9."""
 
 import contextlib
-import http.client
 import itertools
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -175,7 +173,7 @@ def test_a_server_whose_probabilities_are_not_those_of_the_head_is_refused(
     with open_spool(root, "probed", CODEC, 1_000_000) as spool:
 
         def probe(head: TargetHead) -> None:
-            states = partial(probe_states, transport=spool, key="probed-0", head=head)
+            states = partial(probe_states, spool=spool, key="probed-0", head=head)
             check_servers([client(server, 1)], lambda *_: None, states)
 
         probe(head)
@@ -213,38 +211,6 @@ def test_states_of_preempted_prompts_are_exact(server: Server, spec: TargetSpec,
     assert any(one == other for answer in answers for one, other in itertools.pairwise(answer))
 
 
-def test_a_prompt_is_delivered_while_it_is_prefilled_and_one_that_is_given_up_never_arrives(
-    server: Server, spec: TargetSpec, root: Path
-) -> None:
-    give_up_midway(server, spec, root)
-
-
-def give_up_midway(server: Server, spec: TargetSpec, root: Path) -> None:
-    """Send prompts until a client's connection ends when a part of its prompt is delivered, and no more."""
-    process = server.vllm_process()
-    [engine] = [child for child in process.children() if "EngineCore" in " ".join(command_of(child))]
-    for number in range(50):
-        key, generator = f"given-up-{number}", torch.Generator().manual_seed(number)
-        ids = torch.randint(VOCAB_SIZE, (MAX_TOKENS,), generator=generator).tolist()
-        mask = torch.ones(MAX_TOKENS, dtype=torch.bool)
-        params = CaptureRequest.of(Spool(root, CODEC).to_json(), key, ids, mask).to_params()
-        body = {"model": spec.model, "prompt": ids, "max_tokens": 1, "kv_transfer_params": params}
-        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-        connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        wait_for(lambda key=key: list(root.glob(f"{key}.*")), pause=0.0005)  # type: ignore[misc]
-        engine.suspend()
-        connection.close()
-        time.sleep(0.2)  # in which vLLM's HTTP server tells the engine; otherwise the next prompt is tried
-        engine.resume()
-        wait_for(lambda key=key: not list(root.glob(f"{key}.*.tmp")))  # type: ignore[misc]
-        if not (root / f"{key}.safetensors").exists():
-            break
-    else:
-        pytest.fail("every prompt was done when the first of its states were delivered")
-    assert server.vllm_process() == process
-
-
 @pytest.mark.full("it starts vLLM again, whose kernels are interpreted")
 def test_states_are_exact_on_the_model_runner_of_gpus(
     vllm_python: Path, spec: TargetSpec, tmp_path: Path
@@ -258,7 +224,6 @@ def test_states_are_exact_on_the_model_runner_of_gpus(
         process.wait_until_ready(progress=False)
         server = Server(process.url, process.process_id)
         capture_while_answering(server, spec, tmp_path, num_samples=4, num_prompts=8, num_tokens=20)
-        give_up_midway(server, spec, tmp_path)
     assert "Using V2 Model Runner" in log.read_text()
 
 

@@ -73,23 +73,6 @@ def test_slices_of_several_samples_arrive_in_order_and_hold_no_more_than_the_bou
     assert not list(tmp_path.iterdir())
 
 
-def test_a_sample_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
-    spool, deliveries, prompt = (
-        Spool(tmp_path, "exact"),
-        Deliveries(NUM_LAYERS, 2 * SLICE_BYTES),
-        Prompt("a", 0),
-    )
-    delivery = deliveries.open(prompt.asked_in(spool), prompt.ids)
-    prompt.may_finish.set()
-    delivery.add(prompt.copy(0))
-    wait_for(lambda: list(tmp_path.glob("a.*.tmp")))
-    delivery.add(prompt.copy(1))
-    delivery.abandon()
-    deliveries.close()
-    assert not list(tmp_path.iterdir())
-    assert deliveries.has_room(7 * SLICE_BYTES)
-
-
 def test_what_cannot_be_delivered_costs_itself_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
