@@ -61,7 +61,6 @@ class VllmClient:
             raise UserError("vllm.servers", url, remedy)
         self.name = url.rstrip("/").removesuffix("/v1")
         self.concurrency = concurrency
-        self._model: str | None = None
         self._num_sharing = num_sharing
         self._most_tokens, self._num_tokens = math.inf, 0  # under way
         self._turn, self._answered = asyncio.Lock(), asyncio.Event()
@@ -130,13 +129,6 @@ class VllmClient:
         await self._client.aclose()
 
     async def _complete(self, input_ids: list[int], fields: dict[str, Any], seconds: float) -> dict[str, Any]:
-        if self._model is None:
-            answer = await self._request("GET", "/v1/models", seconds=_INFO_SECONDS)
-            try:
-                self._model = str(answer["data"][0]["id"])
-            except (TypeError, KeyError, IndexError):
-                raise UserError("vllm.servers", self.name, f"It names no model. {_OTHER}") from None
-        body = {"model": self._model, "prompt": input_ids, **fields}
         num_tokens = len(input_ids) + fields["max_tokens"]
         async with self._turn:
             while self._num_tokens and self._num_tokens + num_tokens > self._most_tokens:
@@ -144,7 +136,7 @@ class VllmClient:
                 await self._answered.wait()
             self._num_tokens += num_tokens
         try:
-            return await self._request("POST", "/v1/completions", body, seconds)
+            return await self._request("POST", "/v1/completions", {"prompt": input_ids, **fields}, seconds)
         finally:
             self._num_tokens -= num_tokens
             self._answered.set()
@@ -189,7 +181,7 @@ class ExpectedTarget:
 
 @dataclass(frozen=True)
 class ExpectedStates(ExpectedTarget):
-    """The states that every server must give. It is a `CapturedStates`."""
+    """The states that every server must give."""
 
     aux_layer_ids: tuple[int, ...]
     hidden_size: int

@@ -190,11 +190,7 @@ class ServerProcess:
         It is greedy: on the CPU, a capturing engine of vLLM 0.32 draws the next tokens of all requests in a
         batch at random as soon as one of them is sampled.
         """
-        models = self._request("GET", "/v1/models", self._stall_seconds)
-        if models is None:
-            return False
-        name = json.loads(models)["data"][0]["id"]
-        body = {"model": name, "prompt": [0], "max_tokens": 1, "temperature": 0.0}
+        body = {"prompt": [0], "max_tokens": 1, "temperature": 0.0}
         return self._request("POST", "/v1/completions", self._stall_seconds, json.dumps(body)) is not None
 
     def _request(self, method: str, path: str, seconds: float, body: str | None = None) -> bytes | None:

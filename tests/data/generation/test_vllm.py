@@ -30,7 +30,7 @@ def test_a_request_leaves_nothing_to_the_models_settings(
 
     async def answered(_: VllmClient, method: str, path: str, body: Any = None, seconds: float = 0) -> dict:
         if method == "GET":
-            return {"data": [{"id": "target"}]} if path == "/v1/models" else INFO.to_json()
+            return INFO.to_json()
         bodies.append(body)
         return {"choices": [{"finish_reason": "stop", "token_ids": [2]}]}
 
@@ -78,7 +78,7 @@ def test_a_slow_disk_delays_no_prompt_for_which_there_is_room(
 
     async def answered(_: VllmClient, method: str, path: str, body: Any = None, seconds: float = 0) -> dict:
         if method == "GET":
-            return {"data": [{"id": "target"}]} if path == "/v1/models" else INFO.to_json()
+            return INFO.to_json()
         return {"choices": [{"finish_reason": "stop", "token_ids": [2]}]}
 
     monkeypatch.setattr(VllmClient, "_request", answered)

@@ -12,7 +12,7 @@ from data.capture.vllm.server_info import INFO_PATH, ServerInfo
 
 _HEALTH_PATH = "/health"
 # vLLM's own key does not protect /invocations, which takes the same requests as /v1/completions.
-_PATHS = (_HEALTH_PATH, "/v1/completions", INFO_PATH, "/v1/models", "/metrics")
+_PATHS = (_HEALTH_PATH, "/v1/completions", INFO_PATH, "/metrics")
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

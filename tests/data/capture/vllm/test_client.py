@@ -17,8 +17,6 @@ def test_no_more_is_under_way_than_the_cache_and_what_waits_for_it() -> None:
         nonlocal under_way
         if request.url.path == INFO_PATH:
             return httpx.Response(200, json=INFO.to_json())  # a cache of 1,000 tokens
-        if request.method == "GET":
-            return httpx.Response(200, json={"data": [{"id": "model"}]})
         size = len(json.loads(request.content)["prompt"])
         under_way += size
         most.append(under_way)

@@ -26,8 +26,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/metrics":
             number = time.monotonic() if "busy" in sys.argv else 0
             self.wfile.write(f"vllm:steps {number}\\npython_gc {time.monotonic()}".encode())
-        else:
-            self.wfile.write(b'{"data": [{"id": "stub"}]}')
 
     def do_POST(self):
         prompts.write(b".")
