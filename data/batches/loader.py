@@ -4,9 +4,12 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Protocol, runtime_checkable
 
-from data.batches.row_order import RowOrder, balanced
+import numpy as np
+
+from data.batches.row_order import balanced, pack_epoch
 from data.batches.rows import empty_row, pack_row
 from data.samples import CapturedSample, HiddenStateSource, StateShape
 from eagle31.errors import UserError
@@ -110,8 +113,9 @@ class RowLoader:
         self.begin = begin
         self.state_shape = state_shape
         self.reader, self.num_readers = reader, num_readers
-        self._order = RowOrder(source.lengths, row_tokens, seed, begin.epoch)
-        self.rows_per_epoch = self._order.rows_per_epoch
+        # Rows are read in their order, and announced or looked up again shortly before or after.
+        self._epoch = lru_cache(maxsize=2)(partial(pack_epoch, np.asarray(source.lengths), row_tokens, seed))
+        self.rows_per_epoch = len(self._epoch(begin.epoch))
         self.steps_announced = min(steps_announced, self.rows_per_epoch // rows_per_step)
         # A single thread reads the steps in the order in which they are announced.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="row-loader")
@@ -121,7 +125,7 @@ class RowLoader:
 
     def rows(self, step: int) -> list[list[int]]:
         """Return the sample indices of each of this rank's rows of a step, none for an empty row."""
-        rows = [self._order.row(epoch, index) for epoch, index in self._positions(step)]
+        rows = [self._epoch(epoch)[index] for epoch, index in self._positions(step)]
         rows += [[]] * (-len(rows) % self.world_size)
         if self.costs is None or self.world_size == 1:
             return rows[self.rank :: self.world_size]
@@ -146,7 +150,7 @@ class RowLoader:
 
     def step_samples(self, step: int) -> list[int]:
         """Return the sample indices of a step on all ranks, ascending."""
-        rows = (self._order.row(epoch, index) for epoch, index in self._positions(step))
+        rows = (self._epoch(epoch)[index] for epoch, index in self._positions(step))
         return sorted(index for row in rows for index in row)
 
     def read_ahead(self, step: int) -> None:

@@ -1,38 +1,11 @@
 """The samples of each packed row, the order of the rows, and their division among the ranks."""
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eagle31.errors import UserError
-
-
-class RowOrder:
-    """The rows of every epoch, packed when they are first asked for.
-
-    Any thread may call the methods.
-
-    Args:
-        lengths: the number of tokens of each sample, at least 1.
-        row_tokens: the maximum number of tokens in a row.
-        begin_epoch: the epoch that is read first.
-
-    Raises:
-        UserError: a sample is longer than a row.
-    """
-
-    def __init__(
-        self, lengths: Sequence[int] | NDArray, row_tokens: int, seed: int, begin_epoch: int = 0
-    ) -> None:
-        # Rows are read in their order, and announced or looked up again shortly before or after.
-        self._rows = lru_cache(maxsize=2)(partial(pack_epoch, np.asarray(lengths), row_tokens, seed))
-        self.rows_per_epoch = len(self._rows(begin_epoch))
-
-    def row(self, epoch: int, index: int) -> list[int]:
-        """Return the samples of a row of an epoch."""
-        return self._rows(epoch)[index]
 
 
 def pack_epoch(lengths: Sequence[int] | NDArray, row_tokens: int, seed: int, epoch: int) -> list[list[int]]:
