@@ -15,7 +15,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from data.target.architecture import model_class
 from data.target.checkpoint import read_model_json
-from data.target.remote_code import announce_remote_code
 from data.target.spec import TargetSpec
 from eagle31.cost.devices import computes_natively
 from eagle31.errors import UserError
@@ -107,7 +106,6 @@ def auto_class(config: PreTrainedConfig, spec: TargetSpec) -> Any:
 
 
 def _load_config(spec: TargetSpec, path: Path | None) -> PreTrainedConfig:
-    announce_remote_code(spec, path)
     known = path is not None and _model_type(path) in CONFIG_MAPPING
     with spec.checkpoint.loading():
         return AutoConfig.from_pretrained(

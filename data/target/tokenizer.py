@@ -9,7 +9,6 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from data.target.remote_code import announce_remote_code
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 
@@ -18,9 +17,6 @@ TEMPLATE_FILE = "chat_template_file"  # the attribute of a tokenizer whose templ
 
 def load_tokenizer(spec: TargetSpec, chat_template_file: str | None = None) -> PreTrainedTokenizerBase:
     """Load the target's tokenizer; `chat_template_file`, if given, replaces its chat template."""
-    if spec.trust_remote_code:
-        for name in ("config.json", "tokenizer_config.json"):
-            announce_remote_code(spec, spec.checkpoint.find_file(name))
     with spec.checkpoint.loading():
         tokenizer = AutoTokenizer.from_pretrained(
             spec.checkpoint.path, revision=spec.revision, trust_remote_code=spec.trust_remote_code

@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -6,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from data.target.loading import load_cached_config, load_target
+from data.target.loading import load_cached_config, load_config, load_target
 from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer
@@ -71,3 +72,28 @@ def test_a_cached_config_is_loaded_and_a_missing_one_is_none(tmp_path: Path) -> 
     assert found is not None
     assert found.hidden_size == HIDDEN
     assert load_cached_config(TargetSpec("no-such-org/no-such-model")) is None
+
+
+CODE = """
+from transformers import PreTrainedConfig
+from pathlib import Path
+Path({mark!r}).touch()
+class OwnConfig(PreTrainedConfig):
+    model_type = "own"
+"""
+
+
+def test_code_of_a_target_runs_only_if_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model, mark = tmp_path / "model", tmp_path / "code-has-run"
+    model.mkdir()
+    (model / "configuration_own.py").write_text(CODE.format(mark=str(mark)))
+    auto_map = {"AutoConfig": "configuration_own.OwnConfig"}
+    (model / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto_map}))
+    with pytest.raises(UserError, match="trust_remote_code"):
+        load_config(TargetSpec(str(model)))
+    with pytest.raises(UserError):
+        load_tokenizer(TargetSpec(str(model)))
+    assert not mark.exists()
+    assert type(load_config(TargetSpec(str(model), trust_remote_code=True))).__name__ == "OwnConfig"
+    assert mark.exists()
