@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from data.conversations.schemas import Conversation
 from eagle31.errors import UserError
 
-RANK_BYTES = 16
+RANK = np.dtype("V16")
 _Indices = NDArray[np.int64]
 
 
@@ -22,14 +22,13 @@ def first_prompt(conversation: Conversation) -> str:
 
 def choose_prompts(conversations: Sequence[Conversation], num_prompts: int, seed: int) -> list[Conversation]:
     """Choose at most `num_prompts` conversations with different prompts, by their texts and the seed only."""
-    by_prompt = {first_prompt(c): c for c in reversed(conversations)}
-    chosen = sorted(by_prompt, key=lambda prompt: prompt_rank(prompt, seed))[:num_prompts]
-    return [by_prompt[prompt] for prompt in chosen]
+    ranks = b"".join(prompt_rank(first_prompt(one), seed) for one in conversations)
+    return [conversations[i] for i in chosen_prompts(np.frombuffer(ranks, RANK), num_prompts)]
 
 
 def prompt_rank(prompt: str, seed: int) -> bytes:
-    """Return 32 bytes; the prompts with the lowest ones are chosen."""
-    return hashlib.sha256(f"{seed}:{prompt}".encode()).digest()
+    """Return the bytes of a `RANK`; the prompts with the lowest ones are chosen."""
+    return hashlib.sha256(f"{seed}:{prompt}".encode()).digest()[: RANK.itemsize]
 
 
 def prompt_hashes(conversations: Iterable[Conversation]) -> NDArray[np.uint64]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.conversations.held_out import (
-    RANK_BYTES,
+    RANK,
     EvaluationPrompts,
     chosen_prompts,
     first_prompt,
@@ -168,7 +168,7 @@ def _read(mixture: Mixture, sources: Mapping[str, Source], path: Path, evaluated
         reader = source.reader(mixture.split_text)
         for conversation in reader:
             table.add(conversation)
-            ranks += prompt_rank(first_prompt(conversation), mixture.seed)[:RANK_BYTES]
+            ranks += prompt_rank(first_prompt(conversation), mixture.seed)
             sets.append(evaluated.find(conversation))
         starts.append(len(sets))
         counts["num_malformed"] += len(reader.malformed)
@@ -180,7 +180,7 @@ def _read(mixture: Mixture, sources: Mapping[str, Source], path: Path, evaluated
         list(sources),
         table,
         starts,
-        np.frombuffer(bytes(ranks), dtype=f"V{RANK_BYTES}"),
+        np.frombuffer(bytes(ranks), RANK),
         np.array(sets, dtype=np.int32),
         counts,
     )

@@ -2,10 +2,9 @@ import numpy as np
 import pytest
 
 from data.conversations.held_out import (
-    RANK_BYTES,
+    RANK,
     EvaluationPrompts,
     choose_prompts,
-    chosen_prompts,
     first_prompt,
     held_out_split,
     prompt_rank,
@@ -19,8 +18,7 @@ SOURCES = np.repeat(np.arange(3, dtype=np.int32), [100, 40, 200])
 
 
 def ranks(prompts: list[str], seed: int = 0) -> np.ndarray:
-    found = b"".join(prompt_rank(prompt, seed)[:RANK_BYTES] for prompt in prompts)
-    return np.frombuffer(found, dtype=f"V{RANK_BYTES}")
+    return np.frombuffer(b"".join(prompt_rank(prompt, seed) for prompt in prompts), RANK)
 
 
 def test_the_same_prompt_is_never_on_both_sides():
@@ -31,14 +29,6 @@ def test_the_same_prompt_is_never_on_both_sides():
     assert not {prompts[i] for i in held_out} & {prompts[i] for i in train}
     assert len(train) == 60
     assert train.tolist() == sorted(train)
-
-
-def test_prompts_are_chosen_as_those_of_conversations_are():
-    prompts = [f"p{i % 20}" for i in range(60)]
-    conversations = [Conversation(str(i), ({"role": "user", "content": p},)) for i, p in enumerate(prompts)]
-    expected = [int(one.id) for one in choose_prompts(conversations, 8, seed=0)]
-    assert chosen_prompts(ranks(prompts), 8).tolist() == expected
-    assert len(chosen_prompts(ranks(prompts), 100)) == 20
 
 
 def test_holding_out_every_prompt_is_a_user_error():
