@@ -1,6 +1,5 @@
 """The target's turns in place of the recorded ones."""
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -13,7 +12,6 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from data.conversations.prompts import render_prompt
-from data.conversations.reading import Source
 from data.conversations.schemas import Conversation
 from data.generation.answers import AnswerGenerator
 from data.generation.dialogue import OVERLONG
@@ -134,67 +132,6 @@ def test_every_turn_is_generated_after_the_targets_earlier_completions(
     # The conversations have 1, 3, 3 and 1 turns.
     assert len(list(tmp_path.glob("*.arrow"))) == (1 if in_batches else 3)
     assert sum(".arrow" in file for file in synced) == (1 if in_batches else 3)
-
-
-def jsonl(*rows: dict[str, Any]) -> str:
-    return "\n".join(map(json.dumps, rows))
-
-
-def messages(*texts: str) -> list[dict[str, str]]:
-    """Return messages of the user, with an answer before a text that begins with "then"."""
-    found: list[dict[str, str]] = []
-    for text in texts:
-        if text.startswith("then"):
-            found.append({"role": "assistant", "content": "XXXX"})
-        found.append({"role": "user", "content": text})
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "columns", "asked"),
-    [
-        (
-            "a.jsonl",
-            jsonl({"messages": messages("one", "two", "then three", "six")}),
-            {},
-            [["one", "two", "then three", "six"]],
-        ),
-        (
-            "a.json",
-            json.dumps([{"turns": ["one", "two"]}, {"turns": ["six"]}]),
-            {},
-            [["one", "two"], ["six"]],
-        ),
-        ("a.csv", "ask,answer\none,1\n", {"prompt_column": "ask"}, [["one"]]),
-        ("a.txt", "one\n\n two\r\n", {}, [["one"], ["two"]]),
-    ],
-)
-def test_prompts_without_answers_are_answered_in_turn(
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    name: str,
-    content: str,
-    columns: dict[str, str],
-    asked: list[list[str]],
-) -> None:
-    (tmp_path / name).write_bytes(content.encode())
-    conversations = list(Source(str(tmp_path / name), require_answer=False, **columns).reader())
-    generator = OneAtATime(lambda prompt: [70, 71 + len(prompt) % 7, tokenizer.eos_token_id])
-    rows = regenerated(generator, tokenizer, tmp_path / "out", conversations)
-    for texts in asked:
-        history: list[dict[str, Any]] = []
-        for text in texts:
-            history.append({"role": "user", "content": text})
-            prompt = render_prompt(tokenizer, history, None, {})
-            answers = [
-                row["input_ids"][len(prompt) :][:3]
-                for row in rows
-                if row["input_ids"][: len(prompt)] == prompt
-            ]
-            assert answers[0] == [70, 71 + len(prompt) % 7, tokenizer.eos_token_id]
-            completion = tokenizer.decode(answers[0], skip_special_tokens=True)
-            history.append({"role": "assistant", "content": completion})
-    assert sum(map(sum, rows["loss_mask"])) == 3 * sum(map(len, asked))
 
 
 def test_sampled_batches_are_the_same_after_an_interruption(
