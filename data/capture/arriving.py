@@ -13,8 +13,9 @@ from datasets import Dataset
 from torch import Tensor
 
 from data.batches.loader import SourceStats
+from data.capture.producer import EngineProducer
 from data.capture.tokens import TokenRows, dataset_lengths
-from data.capture.transport.protocol import Producer, StateRequest, Transport
+from data.capture.transport.protocol import StateRequest, Transport
 from data.refusals import check_refusals
 from data.samples import CapturedSample, StateShape
 from eagle31.errors import UserError
@@ -68,7 +69,7 @@ class ArrivingStates:
     def __init__(
         self,
         dataset: Dataset,
-        producer: Producer,
+        producer: EngineProducer,
         transport: Transport,
         *,
         shape: StateShape,
@@ -106,10 +107,6 @@ class ArrivingStates:
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    def __getitem__(self, index: int) -> CapturedSample:
-        self.expect([index])
-        return self.get_many([index])[0]
 
     def expect(self, indices: Sequence[int]) -> None:
         """Announce the next samples that `get_many` will be called for."""

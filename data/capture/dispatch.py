@@ -51,15 +51,12 @@ class Prompt:
     withdrawn: bool = False
 
 
-class EngineInfo(Protocol):
+@dataclass(frozen=True)
+class EngineInfo:
     """What the dispatcher has to know of an engine."""
 
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_tokens(self) -> int:
-        """The longest prompt that is captured, or prompt and completion together."""
-        ...
+    vocab_size: int
+    max_tokens: int  # the longest prompt that is captured, or prompt and completion together
 
 
 class EngineClient(Protocol):

@@ -7,17 +7,16 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import torch
 from datasets import Dataset
 from numpy.typing import NDArray
 
 from data.capture.tokens import dataset_lengths, dataset_rows
 from data.progress import Progress
 from data.refusals import check_refusals, refusal_lines, retry_remedy
-from data.samples import CapturedSample
+from data.samples import CapturedSample, StateShape
 from data.store.codec import Rows, encoded_bytes
 from data.store.index import (
     MANIFEST,
@@ -39,17 +38,6 @@ _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.5, 10.0
 Capture = Callable[[Sequence[int], Sequence[int]], Generator[tuple[int, CapturedSample | str], None, None]]
 
 
-class CapturedStates(Protocol):
-    """The properties that decide how large captured states are."""
-
-    @property
-    def aux_layer_ids(self) -> tuple[int, ...]: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
 @dataclass(frozen=True)
 class StoreSpec:
     """A store that is to be filled with the states of a dataset."""
@@ -63,7 +51,7 @@ class StoreSpec:
 def fill_store(
     store: StoreSpec,
     capture: Capture,
-    states: CapturedStates,
+    shape: StateShape,
     *,
     shard_tokens: int,
     rank: int = 0,
@@ -76,6 +64,7 @@ def fill_store(
     Ranks share only the directory.
 
     Args:
+        shape: of the target's states.
         shard_tokens: the approximate number of tokens per file, which memory holds until it is written.
         manifest_fields: JSON values that describe how the states are made.
 
@@ -87,7 +76,7 @@ def fill_store(
     missing = open_store(shards, fields, rank)
     if rank == 0 and missing:
         check_store_refusals(store)
-        check_space(store, missing, states)
+        check_space(store, missing, shape)
     lengths = dataset_lengths(store.dataset)
     mine = rank_slice(lengths, rank, world_size)
     own = sorted(set(missing).intersection(mine))
@@ -162,16 +151,16 @@ def check_store_refusals(store: StoreSpec) -> dict[int, str]:
     return found
 
 
-def estimate_bytes(rows: NDArray, states: CapturedStates, codec: str) -> int:
+def estimate_bytes(rows: NDArray, shape: StateShape, codec: str) -> int:
     """Return the size of samples in a store without its headers. rows int64 [n, 3], from `dataset_rows`."""
-    num_layers, total = len(states.aux_layer_ids), Rows(*map(int, rows.sum(axis=0)))
-    return encoded_bytes(codec, total, num_layers, states.hidden_size, states.dtype)
+    total = Rows(*map(int, rows.sum(axis=0)))
+    return encoded_bytes(codec, total, shape.num_aux_layers, shape.hidden_size, shape.dtype)
 
 
-def check_space(store: StoreSpec, missing: Sequence[int], states: CapturedStates) -> None:
+def check_space(store: StoreSpec, missing: Sequence[int], shape: StateShape) -> None:
     """Print how much will be captured; raise UserError where the disk cannot hold it."""
     rows = dataset_rows(store.dataset)[missing]
-    needed, free = estimate_bytes(rows, states, store.codec), shutil.disk_usage(store.directory).free
+    needed, free = estimate_bytes(rows, shape, store.codec), shutil.disk_usage(store.directory).free
     print(
         f"capture: {len(rows):,} samples, {rows[:, 0].sum():,} tokens to {store.directory}, "
         f"{needed / 1e9:.2f} GB ({store.codec}) of {free / 1e9:.2f} GB free",

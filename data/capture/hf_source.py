@@ -57,12 +57,6 @@ class TransformersStates:
         # In a stream of its own it runs next to the kernels of training.
         self._stream = torch.cuda.Stream(capture.device) if on_gpu else None
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> CapturedSample:
-        return self.get_many([index])[0]
-
     def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
         """Capture samples and return them in host memory."""
         rows = self._tokens.read(indices)

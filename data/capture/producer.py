@@ -11,7 +11,7 @@ from data.capture.transport.protocol import StateRequest
 
 
 class EngineProducer:
-    """A `Producer` that sends requests from a thread, while engines put the states into the transport.
+    """Sends requests to engines from a thread, while they put the states into the transport.
 
     Every method raises the error that has ended the thread.
 
@@ -54,6 +54,11 @@ class EngineProducer:
         return self._dispatcher.num_failures
 
     def request(self, request: StateRequest) -> bool:
+        """Request a sample and return at once; the states arrive through the transport.
+
+        Returns:
+            False where it has been requested before and is not answered yet, so that nothing is done.
+        """
         task = self._task(request)
         with self._lock:
             if request.key in self._owed:
@@ -70,16 +75,19 @@ class EngineProducer:
         return True
 
     def answered(self, key: str) -> bool:
+        """Return whether an engine has answered the request, so that its states are on their way."""
         with self._lock:
             return key not in self._owed
 
     def received(self, key: str) -> None:
+        """Note that the trainer has taken a sample, so that it is not delivered again."""
         with self._lock:
             owed = self._owed.pop(key, None)
         if owed is not None:
             owed.withdrawn = True
 
     def refusals(self) -> dict[str, str]:
+        """Return the requests that were refused since the last call: the reasons by key."""
         self._raise_failure()
         with self._lock:
             refused, self._refused = self._refused, {}

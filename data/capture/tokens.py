@@ -54,22 +54,15 @@ class TokenRows:
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset.with_format("arrow", columns=_COLUMNS)
 
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def flat(self, indices: Sequence[int]) -> tuple[NDArray, NDArray, NDArray]:
-        """Return lengths int64 [n], and the concatenated ids int64 [T] and masks bool [T]."""
-        return _arrays(self._dataset[list(indices)])
-
     def read(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Return input_ids int64 [T] and loss_mask bool [T] of each sample."""
-        lengths, ids, mask = self.flat(indices)
+        lengths, ids, mask = _arrays(self._dataset[list(indices)])
         sizes = lengths.tolist()
         return list(zip(torch.tensor(ids).split(sizes), torch.tensor(mask).split(sizes), strict=True))
 
 
 def token_batches(dataset: Dataset) -> Iterator[tuple[NDArray, NDArray, NDArray]]:
-    """Yield what `TokenRows.flat` returns, of some samples at a time."""
+    """Yield of some samples at a time their lengths [n], and their concatenated ids and masks [T]."""
     return map(_arrays, dataset.with_format("arrow", columns=_COLUMNS).iter(batch_size=_BATCH_ROWS))
 
 

@@ -15,9 +15,6 @@ from eagle31.credentials import has_url_credentials
 from eagle31.errors import UserError
 from eagle31.tensor_files import TensorEntry, read_header
 
-# The package that fsspec needs for a protocol, where its own message does not name the right one.
-_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-
 
 @contextmanager
 def _requests(url: str) -> Iterator[None]:
@@ -86,9 +83,7 @@ def _named_errors(url: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        package = _PACKAGES.get(url.partition("://")[0])
-        remedy = f"pip install {package}" if package else str(error)
-        raise UserError("capture.store", url, f"Reading it needs another package: {remedy}.") from None
+        raise UserError("capture.store", url, f"Reading it needs another package: {error}.") from None
     except ValueError as error:
         raise UserError("capture.store", url, f"{error}; give s3://, gs:// or a directory.") from None
 

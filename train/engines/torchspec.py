@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from data.capture.dispatch import EngineInfo
 from data.capture.producer import EngineProducer
 from data.capture.torchspec.engines import (
     AUTHENTICATION_VARIABLE,
@@ -116,7 +117,7 @@ class TorchSpecEngines:
     @contextmanager
     def producer(self) -> Iterator[tuple[EngineProducer, OpenTransport]]:
         """Connect this rank to the engines and to the store."""
-        from data.capture.torchspec.client import TorchSpecClient, TorchSpecInfo
+        from data.capture.torchspec.client import TorchSpecClient
 
         assert self._store is not None, "the engines have not been started"
         settings, target = self.settings(), self._target()
@@ -135,7 +136,7 @@ class TorchSpecEngines:
             hidden_size=hidden_size,
             norm_scale=norm_scale(target.parts.head.norm, hidden_size) if after_norm else None,
         )
-        info = TorchSpecInfo(target.parts.vocab_size, settings.max_tokens)
+        info = EngineInfo(target.parts.vocab_size, settings.max_tokens)
         batch_size = settings.arguments().inference_batch_size
         clients = [
             TorchSpecClient(f"engine {index}", partial(_found, index), info, transport, batch_size)

@@ -5,10 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.capture.filling import Capture, CapturedStates, StoreSpec, fill_store
+from data.capture.filling import Capture, StoreSpec, fill_store
 from data.capture.hf_source import capture_samples
 from data.capture.tokens import tokens_fingerprint
-from data.samples import CapturedSample
+from data.samples import CapturedSample, StateShape
 from data.store import HiddenStateStore
 from data.store.index import STATES_VERSION, as_read_back
 from data.store.reader import store_description
@@ -17,7 +17,6 @@ from eagle31.errors import UserError
 from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import RunConfig, Stage
 from train.context import RunContext
-from train.distributed import World
 from train.engines.inputs import target_inputs, torchspec_inputs, transformers_inputs, vllm_inputs
 from train.stages.data import HELD_OUT
 from train.stages.states import (
@@ -111,11 +110,10 @@ def capture_by_hf(
     context: RunContext, stores: Sequence[StoreSpec], manifest_fields: Mapping[str, Any]
 ) -> None:
     """Have every rank run the target over a part of the samples."""
-    world = context.world
-    target = open_capture(context.target, context.drafter.aux_layer_ids, world.device)
+    target = open_capture(context.target, context.drafter.aux_layer_ids, context.world.device)
     for store in stores:
         capture = partial(capture_samples, store.dataset, target, BATCH_TOKENS)
-        _fill(world, store, capture, target, manifest_fields)
+        _fill(context, store, capture, manifest_fields)
 
 
 def capture_by_engines(
@@ -132,20 +130,17 @@ def capture_by_engines(
             with arriving_states(context, store.dataset, codec, checks_refused=False) as source:
                 yield from source.captured(missing)
 
-        _fill(context.world, store, capture, context.captured_target.expected_states(), manifest_fields)
+        _fill(context, store, capture, manifest_fields)
 
 
 def _fill(
-    world: World,
-    store: StoreSpec,
-    capture: Capture,
-    states: CapturedStates,
-    manifest_fields: Mapping[str, Any],
+    context: RunContext, store: StoreSpec, capture: Capture, manifest_fields: Mapping[str, Any]
 ) -> None:
+    world, parts = context.world, context.target.parts
     fill_store(
         store,
         capture,
-        states,
+        StateShape(len(context.drafter.aux_layer_ids), parts.hidden_size, parts.dtype),
         shard_tokens=SHARD_TOKENS,
         rank=world.rank,
         world_size=world.size,

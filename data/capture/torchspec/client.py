@@ -3,25 +3,16 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 import torch
 
-from data.capture.dispatch import Prompt, Unavailable
+from data.capture.dispatch import EngineInfo, Prompt, Unavailable
 from data.capture.torchspec.transport import TorchSpecTransport
 
 _INFO_SECONDS = 120.0  # an engine answers once it has computed what it has
 _BATCHES_AHEAD = 2  # one that is computed and one that waits in the engine
-
-
-@dataclass(frozen=True)
-class TorchSpecInfo:
-    """The limits of an engine's prompts."""
-
-    vocab_size: int
-    max_tokens: int
 
 
 class TorchSpecClient:
@@ -40,7 +31,7 @@ class TorchSpecClient:
         self,
         name: str,
         find: Callable[[], Any],
-        info: TorchSpecInfo,
+        info: EngineInfo,
         transport: TorchSpecTransport,
         batch_size: int,
     ) -> None:
@@ -52,7 +43,7 @@ class TorchSpecClient:
         self._waiting: deque[tuple[Prompt, asyncio.Future[list[int]]]] = deque()
         self._slots = asyncio.Semaphore(_BATCHES_AHEAD)
 
-    async def info(self) -> TorchSpecInfo:
+    async def info(self) -> EngineInfo:
         self._engine = await asyncio.to_thread(self._find)
         try:
             healthy = await asyncio.wait_for(self._engine.health_check.remote(), _INFO_SECONDS)

@@ -79,11 +79,14 @@ class CaptureEngine:
             "target_fingerprint": self.target_fingerprint,
             "roots": list(self.roots),
         }
-        return self.plain_arguments() | {
+        kept = sorted(
+            {*self.aux_layer_ids, self.num_layers}
+        )  # the aux layers' inputs and the last one's output
+        return self._plain_arguments() | {
             "speculative_config": {
                 "method": "extract_hidden_states",
                 "num_speculative_tokens": 1,
-                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": self.layer_ids}},
+                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": kept}},
             },
             # With it, answers of this engine may repeat tokens: vllm#56417.
             "async_scheduling": False,
@@ -99,10 +102,9 @@ class CaptureEngine:
         """Return the arguments of an engine that only writes completions."""
         # On the CPU, a prompt with a seed that is prefilled in chunks ends vLLM 0.32.
         unchunked = {} if torch.cuda.is_available() else {"enable_chunked_prefill": False}
-        return unchunked | self.plain_arguments()
+        return unchunked | self._plain_arguments()
 
-    def plain_arguments(self) -> dict[str, Any]:
-        """Return the arguments of the same engine without hidden states."""
+    def _plain_arguments(self) -> dict[str, Any]:
         arguments = {
             "model": self.target,
             "dtype": self.dtype,
@@ -127,15 +129,6 @@ class CaptureEngine:
     def answer_command_line(self) -> list[str]:
         """Return the arguments of a server that only writes completions."""
         return _command_line(self.answer_arguments())
-
-    def plain_command_line(self) -> list[str]:
-        """Return the arguments of a server with the same engine, without hidden states."""
-        return _command_line(self.plain_arguments())
-
-    @property
-    def layer_ids(self) -> list[int]:
-        """The layer ids that vLLM keeps: the aux layers' inputs and the last layer's output, ascending."""
-        return sorted({*self.aux_layer_ids, self.num_layers})
 
 
 def check_final_states(config: PreTrainedConfig) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from data.capture.dispatch import EngineInfo
 from eagle31.errors import UserError
 
 INFO_PATH = "/v1/eagle31"
@@ -11,7 +12,7 @@ ROOM_TOKENS = 1
 
 
 @dataclass(frozen=True)
-class ServerInfo:
+class ServerInfo(EngineInfo):
     """The description of one server."""
 
     model: str  # the `model` argument of vLLM
@@ -21,8 +22,6 @@ class ServerInfo:
     hidden_size: int
     dtype: str
     device: str  # cpu, cuda, ...
-    vocab_size: int
-    max_tokens: int  # the longest prompt that is captured, or prompt and completion together
     cache_tokens: int | None  # of all engines together; None before their caches exist
     async_scheduling: bool  # whether vLLM schedules a step before it has sampled the one before
 

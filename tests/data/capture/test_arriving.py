@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from datasets import Dataset
 from data.batches.loader import RowLoader
 from data.capture import arriving
 from data.capture.arriving import ArrivingStates
-from data.capture.transport.protocol import Producer, StateRequest
+from data.capture.transport.protocol import StateRequest
 from data.capture.transport.spool import Spool, file_bytes, open_spool
 from data.samples import CapturedSample, StateShape
 from data.store import HiddenStateStore
@@ -99,9 +100,7 @@ def sample_bytes(loss_mask: torch.Tensor) -> int:
     return file_bytes(CODEC, loss_mask, *vars(SHAPE).values())
 
 
-def states_from(
-    dataset: Dataset, producer: Producer, spool: Spool, spool_bytes: int = 10**8
-) -> ArrivingStates:
+def states_from(dataset: Dataset, producer: Any, spool: Spool, spool_bytes: int = 10**8) -> ArrivingStates:
     return ArrivingStates(
         dataset,
         producer,
@@ -293,7 +292,8 @@ def test_stop_ends_a_wait(spool: Spool) -> None:
     source = states_from(DATASET, PromptProducer(spool, lambda _: False), spool)
     timer = threading.Timer(0.1, source.stop)
     timer.start()
-    assert len(source[0].input_ids) == 0
+    [sample] = read(source, [0])
+    assert len(sample.input_ids) == 0
     assert source.gave_up
     timer.join()
 

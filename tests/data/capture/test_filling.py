@@ -22,7 +22,7 @@ from data.capture.filling import (
 from data.capture.hf import HiddenStateCapture
 from data.capture.hf_source import TransformersStates, capture_samples
 from data.capture.tokens import dataset_lengths, dataset_rows, tokens_fingerprint
-from data.samples import CapturedSample
+from data.samples import CapturedSample, StateShape
 from data.store import HiddenStateStore
 from data.store.codec import decode, encode
 from data.store.index import refuse
@@ -51,6 +51,10 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> CountingCapture:
     return CountingCapture(own.model, own.modules, own.aux_layer_ids)
 
 
+def shape_of(capture: HiddenStateCapture) -> StateShape:
+    return StateShape(len(capture.aux_layer_ids), capture.hidden_size, capture.dtype)
+
+
 def store_of(directory: Path, dataset: Dataset, codec: str = CODEC) -> StoreSpec:
     return StoreSpec(directory, dataset, codec, tokens_fingerprint(dataset))
 
@@ -64,7 +68,7 @@ def _capture(
     fill_store(
         expected,
         partial(capture_samples, expected.dataset, capture, BATCH_TOKENS),
-        capture,
+        shape_of(capture),
         rank=rank,
         world_size=world_size,
         **options,
@@ -270,7 +274,7 @@ def test_a_store_may_lack_half_of_a_few_samples(tmp_path: Path, num_refused: int
 def test_too_small_a_disk_is_refused_before_it_starts(
     tmp_path: Path, capture: CountingCapture, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    needed = estimate_bytes(dataset_rows(make_dataset()), capture, CODEC)
+    needed = estimate_bytes(dataset_rows(make_dataset()), shape_of(capture), CODEC)
     usage = namedtuple("usage", "free")
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(needed - 1))
     with pytest.raises(UserError, match=r"data\.max_samples, or set capture\.mode=online"):

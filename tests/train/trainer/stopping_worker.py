@@ -109,7 +109,7 @@ def train(directory: Path, zero_stage: int, shared: bool, num_answered: int, wor
             stop()  # the last rank, which waits, is not asked
         states = ArrivingStates(
             DATASET,
-            Producer(spool, num_answered if last else ALL, (lambda: None) if shared else stop),
+            Producer(spool, num_answered if last else ALL, (lambda: None) if shared else stop),  # type: ignore[arg-type]
             spool,
             shape=SHAPE,
             sample_bytes=lambda mask: file_bytes("exact", mask, *vars(SHAPE).values()),

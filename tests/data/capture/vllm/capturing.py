@@ -81,7 +81,7 @@ def capture_store(
             yield from source.captured(missing)
 
     store = StoreSpec(directory, dataset, CODEC, tokens_fingerprint(dataset))
-    fill_store(store, captured, expected, shard_tokens=500, manifest_fields={"target": "tiny"})
+    fill_store(store, captured, shape, shard_tokens=500, manifest_fields={"target": "tiny"})
 
 
 def counter(url: str, name: str) -> float:

@@ -68,7 +68,7 @@ def test_vllm_checks_the_arguments_without_the_weights(vllm_python: Path, tmp_pa
     positions = read_json(Path(target) / "config.json")["max_position_embeddings"]
     engine = CaptureEngine(target, (1,), 4, positions, [], extra=given)
     with pytest.raises(UserError, match=r"vllm\.engine_args\.max_num_seqs=0: .*greater than or equal to 1"):
-        check_engine_args(vllm_python, engine.plain_command_line(), given)
+        check_engine_args(vllm_python, engine.answer_command_line(), given)
 
 
 @pytest.mark.parametrize(
