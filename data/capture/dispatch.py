@@ -3,8 +3,10 @@
 import asyncio
 import itertools
 import random
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -224,3 +226,44 @@ def _impossible(prompt: Prompt, info: EngineInfo) -> str | None:
         )
         return f"Its {tokens} are more than the {info.max_tokens} that the engine was started for."
     return None
+
+
+class EngineThread:
+    """A thread with the event loop in which a dispatcher and its clients run.
+
+    Args:
+        clients: closed at the end.
+    """
+
+    def __init__(self, clients: Sequence[EngineClient]) -> None:
+        self._clients = clients
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engines", daemon=True)
+        self._thread.start()
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Have the thread call a function, and return at once."""
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def cancel_all(self) -> None:
+        """Cancel what runs, and return once it has ended."""
+
+        async def cancel() -> None:
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self.start(cancel()).result()
+
+    def close(self) -> None:
+        """Cancel what runs, close the clients, and end the thread."""
+        self.cancel_all()
+        for client in self._clients:
+            self.start(client.close()).result()
+        self.call(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

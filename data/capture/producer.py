@@ -1,19 +1,15 @@
 """The producer of hidden states that has engines capture them."""
 
-import asyncio
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from data.capture.dispatch import Dispatcher, EngineClient, Prompt
+from data.capture.dispatch import Dispatcher, EngineClient, EngineThread, Prompt
 from data.capture.transport.protocol import StateRequest
 
 
 class EngineProducer:
     """Sends requests to engines from a thread, while they put the states into the transport.
-
-    Every method raises the error that has ended the thread.
 
     Args:
         clients: used by this object only, which closes them.
@@ -34,8 +30,6 @@ class EngineProducer:
         self._owed: dict[str, Prompt] = {}  # without an answer, by key
         self._refused: dict[str, str] = {}
         self._num_requests = 0
-        self._failure: BaseException | None = None
-        self._clients = clients
         self._dispatcher = Dispatcher(
             clients,
             check=check,
@@ -43,10 +37,8 @@ class EngineProducer:
             refused=self._note_refusal,
             patience_seconds=patience_seconds,
         )
-        self._loop = asyncio.new_event_loop()
-        self._running: asyncio.Task[None] = self._loop.create_task(self._dispatcher.run())
-        self._thread = threading.Thread(target=self._run, name="engine-producer", daemon=True)
-        self._thread.start()
+        self._thread = EngineThread(clients)
+        self._running = self._thread.start(self._dispatcher.run())
 
     @property
     def num_restarts(self) -> int:
@@ -66,12 +58,7 @@ class EngineProducer:
             prompt = Prompt(self._num_requests, request.key, request.input_ids.tolist(), task)
             self._num_requests += 1
             self._owed[request.key] = prompt
-        try:
-            self._loop.call_soon_threadsafe(self._dispatcher.add, prompt)
-        except RuntimeError:
-            self._thread.join()  # The loop is closed.
-            self._raise_failure()
-            raise
+        self._thread.call(self._dispatcher.add, prompt)
         return True
 
     def answered(self, key: str) -> bool:
@@ -87,21 +74,20 @@ class EngineProducer:
             owed.withdrawn = True
 
     def refusals(self) -> dict[str, str]:
-        """Return the requests that were refused since the last call: the reasons by key."""
-        self._raise_failure()
+        """Return the requests that were refused since the last call: the reasons by key.
+
+        Raises:
+            UserError: no engine answers, or one is not as required.
+        """
+        if self._running.done():
+            self._running.result()
         with self._lock:
             refused, self._refused = self._refused, {}
         return refused
 
     def close(self) -> None:
         """End the requests that are under way, and close the clients."""
-        with contextlib.suppress(RuntimeError):  # the thread may close the loop at any time
-            self._loop.call_soon_threadsafe(self._running.cancel)
-        self._thread.join()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        self._thread.close()
 
     def _note_answer(self, prompt: Prompt) -> None:
         with self._lock:
@@ -112,15 +98,3 @@ class EngineProducer:
             self._owed.pop(prompt.key, None)
             if not prompt.withdrawn:
                 self._refused[prompt.key] = reason
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._running)
-        except asyncio.CancelledError:
-            pass
-        except BaseException as error:
-            self._failure = error
-        finally:
-            for client in self._clients:
-                self._loop.run_until_complete(client.close())
-            self._loop.close()

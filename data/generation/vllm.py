@@ -1,23 +1,22 @@
 """Generating answers with vLLM, on any number of servers."""
 
-import asyncio
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
-from itertools import islice
+from queue import SimpleQueue
 
 import numpy as np
 
-from data.capture.dispatch import PATIENCE_SECONDS, Dispatcher, Prompt
+from data.capture.dispatch import PATIENCE_SECONDS, Dispatcher, EngineThread, Prompt
 from data.capture.vllm.client import ExpectedTarget, VllmClient, check_target
 from data.capture.vllm.server_info import ServerInfo
 from data.generation.answers import Answers, Asked
 from data.sampling import Sampling
 from eagle31.errors import UserError
 
-_RENDERING_SECONDS = 0.05  # at a time, so that an answer does not wait long for its next prompt
+_RENDERING_SECONDS = 0.05
 
 
 class VllmGenerator:
@@ -41,7 +40,7 @@ class VllmGenerator:
         self._clients = clients
         self._expected = expected
         self._patience_seconds = patience_seconds
-        self._loop = asyncio.new_event_loop()  # the clients outlive a call
+        self._thread = EngineThread(clients)
 
     def converse(
         self,
@@ -55,97 +54,67 @@ class VllmGenerator:
         Raises:
             UserError: a server runs another target, or none was available for too long.
         """
-        task = self._loop.create_task(self._converse(asked, sampling, answered, refused))
-        try:
-            self._loop.run_until_complete(task)
-        finally:
-            task.cancel()  # after an interrupt, the task must not restart an engine that `close` stops
-
-    def close(self) -> None:
-        """Close the clients."""
-        for client in self._clients:
-            self._loop.run_until_complete(client.close())
-        self._loop.close()
-
-    async def _converse(
-        self,
-        asked: Iterator[Asked],
-        sampling: Sampling,
-        answered: Callable[[Answers], list[Asked]],
-        refused: Callable[[int, str], None],
-    ) -> None:
-        finished: list[tuple[int, list[int]]] = []
-        refusals: list[tuple[int, str]] = []
-        news = asyncio.Event()
+        # An answer, the reason of a refusal, or None once no prompt will be sent any more.
+        finished: SimpleQueue[tuple[int, list[int] | str] | None] = SimpleQueue()
         # As many wait as are under way, so that a server never does.
         most = 2 * sum(client.concurrency for client in self._clients)
-        num_asked, longest = 0, sampling.max_new_tokens
+        longest = sampling.max_new_tokens
 
         def check(client: VllmClient, info: ServerInfo) -> None:
             check_target(client, info, self._expected, longest)
             check_unchanged(client, info, samples=sampling.temperature > 0)
 
-        def answer(prompt: Prompt, ids: list[int]) -> None:
-            finished.append((prompt.index, ids))
-            news.set()
-
-        def refuse(prompt: Prompt, reason: str) -> None:
-            refusals.append((prompt.index, reason))
-            news.set()
-
-        def advance(
-            answers: Answers, unanswered: list[tuple[int, str]], room: int
-        ) -> tuple[list[Asked], bool]:
-            """Return the prompts that follow, and whether more could at once."""
-            following = answered(answers) if answers else []
-            for index, reason in unanswered:
-                refused(index, reason)
-            until = time.monotonic() + _RENDERING_SECONDS
-            for one in islice(asked, room):
-                following.append(one)
-                if time.monotonic() > until:
-                    return following, True
-            return following, False
-
         dispatcher = Dispatcher(
             self._clients,
             check=check,
-            answered=answer,
-            refused=refuse,
+            answered=lambda prompt, ids: finished.put((prompt.index, ids)),
+            refused=lambda prompt, reason: finished.put((prompt.index, reason)),
             patience_seconds=self._patience_seconds,
         )
-        running: asyncio.Task[None] | None = None
-        with ThreadPoolExecutor(1) as renderer:  # templates take milliseconds, in which servers would wait
-            try:
-                while True:
-                    news.clear()
-                    answers, unanswered = finished.copy(), refusals.copy()
-                    finished.clear()
-                    refusals.clear()
-                    num_asked -= len(answers) + len(unanswered)
-                    room = max(most - num_asked, 0)
-                    rendering = self._loop.run_in_executor(renderer, advance, answers, unanswered, room)
-                    prompts, has_more = await rendering
-                    num_asked += len(prompts)
-                    if not num_asked:
-                        return
-                    longest = max([longest, *(len(one.prompt) + sampling.max_new_tokens for one in prompts)])
-                    for one in prompts:
-                        # A conversation that continues keeps its place: those that were begun end before
-                        # others begin.
-                        seeded = replace(sampling, seed=_seed(sampling.seed, *one.seed))
-                        dispatcher.add(Prompt(one.index, secrets.token_hex(8), list(one.prompt), seeded))
-                    running = running or asyncio.create_task(dispatcher.run())
-                    if not has_more:
-                        waiting = asyncio.create_task(news.wait())
-                        await asyncio.wait([waiting, running], return_when=asyncio.FIRST_COMPLETED)
-                        waiting.cancel()
-                    if running.done():
-                        running.result()
-            finally:
-                if running is not None:
-                    running.cancel()
-                    await asyncio.wait([running])
+        running: Future[None] | None = None
+        num_asked = 0
+
+        def send(one: Asked) -> None:
+            nonlocal running, num_asked, longest
+            num_asked += 1
+            longest = max(longest, len(one.prompt) + sampling.max_new_tokens)
+            seeded = replace(sampling, seed=_seed(sampling.seed, *one.seed))
+            # A conversation that continues keeps its place: those that were begun end before others begin.
+            prompt = Prompt(one.index, secrets.token_hex(8), list(one.prompt), seeded)
+            self._thread.call(dispatcher.add, prompt)
+            if running is None:
+                running = self._thread.start(dispatcher.run())
+                running.add_done_callback(lambda _: finished.put(None))
+
+        try:
+            while True:
+                # Templates take milliseconds, and an answer does not wait long for its next prompt.
+                until = time.monotonic() + _RENDERING_SECONDS
+                while num_asked < most and (finished.empty() or time.monotonic() < until):
+                    if (one := next(asked, None)) is None:
+                        break
+                    send(one)
+                if running is None or not num_asked:
+                    return
+                news = [finished.get()]
+                while not finished.empty():
+                    news.append(finished.get())
+                if None in news:
+                    running.result()
+                found = [one for one in news if one is not None]
+                num_asked -= len(found)
+                for index, reason in found:
+                    if isinstance(reason, str):
+                        refused(index, reason)
+                answers = [(index, ids) for index, ids in found if not isinstance(ids, str)]
+                for following in answered(answers) if answers else []:
+                    send(following)
+        finally:
+            self._thread.cancel_all()
+
+    def close(self) -> None:
+        """Close the clients."""
+        self._thread.close()
 
 
 def check_unchanged(client: VllmClient, info: ServerInfo, *, samples: bool) -> None:
