@@ -37,10 +37,6 @@ class Machine:
         namespaces = ["--mount", "--net", "--pid", "--uts", "--ipc"]
         return ["nsenter", "--target", str(self.process_id), *namespaces, "--", *command]
 
-    def path(self, path: Path) -> Path:
-        """Return where this host finds a file of the machine."""
-        return Path(f"/proc/{self.process_id}/root") / path.relative_to("/")
-
 
 @dataclass(frozen=True)
 class Machines:
@@ -56,14 +52,11 @@ class Machines:
 
 
 @contextmanager
-def running_machines(
-    names: Sequence[str], shared: Sequence[Path], private: Sequence[Path] = ()
-) -> Iterator[Machines]:
+def running_machines(names: Sequence[str], shared: Sequence[Path]) -> Iterator[Machines]:
     """Start machines that see this host's files, except those in private directories.
 
     Args:
         shared: directories that all see, even within private ones.
-        private: directories that are empty at first, and different on each machine, like /dev/shm and /tmp.
     """
     require_namespaces()
     with ExitStack() as stack:
@@ -73,7 +66,7 @@ def running_machines(
         run(machines.at_hub("ip", "address", "add", _HUB_ADDRESS, "dev", "hub"))
         run(machines.at_hub("ip", "link", "set", "hub", "up"))
         for number, name in enumerate(names, 2):
-            setup = machine_setup(name, shared, [*PRIVATE, *private])
+            setup = machine_setup(name, shared, PRIVATE)
             process_id = stack.enter_context(namespaces(SEPARATE, setup))
             machine = Machine(name, _ADDRESSES.format(number), process_id)
             peer = ["peer", "name", "eth0", "netns", str(process_id)]
