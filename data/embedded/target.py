@@ -3,18 +3,16 @@
 import hashlib
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.cache import build_once
-from data.embedded.corpus import ChatExample, Corpus, python_files, read_corpus, standard_library
+from data.embedded.corpus import Corpus, python_files, read_corpus, standard_library
 from data.embedded.tokenizer import save_tokenizer, train_tokenizer
-from data.embedded.training import CausalModel, Document, TrainingSettings, encode, initialize, pretrain
+from data.embedded.training import TrainingSettings, encode, initialize, pretrain
 
 FORMAT_VERSION = 3  # raise it for changes of corpus, tokenizer or training that do not change the settings
 
@@ -35,36 +33,6 @@ class TargetSettings:
     intermediate_size: int = 192
     max_positions: int = 1024
     training: TrainingSettings = field(default_factory=TrainingSettings)
-
-    def arguments(self, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-        """Return the arguments of transformers' configuration of a decoder."""
-        return {
-            "vocab_size": len(tokenizer),
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "max_position_embeddings": self.max_positions,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            "tie_word_embeddings": False,
-            "bos_token_id": None,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-            "dtype": "float32",
-        }
-
-    def new_tokenizer(self, examples: list[ChatExample]) -> PreTrainedTokenizerFast:
-        """Return the tokenizer of what the model is trained on."""
-        return train_tokenizer(examples, self.vocab_size, self.max_positions)
-
-    def new_model(self, tokenizer: PreTrainedTokenizerFast) -> CausalModel:
-        """Return the model that is trained, with any weights."""
-        return LlamaForCausalLM(LlamaConfig(**self.arguments(tokenizer)))
-
-    def train(self, model: CausalModel, documents: list[Document], progress: bool) -> None:
-        """Train the model in place on documents in the corpus's order."""
-        pretrain(model, documents, self.training, progress)
 
 
 @dataclass(frozen=True)
@@ -96,7 +64,8 @@ def ensure_embedded_target(
     """
     source, settings = source or standard_library(), settings or TargetSettings()
     finished = cache_dir / fingerprint(source, settings)
-    return ensure_built(finished, lambda: read_corpus(source), settings, progress)
+    build_once(finished, lambda partial: _build(partial, read_corpus(source), settings, progress))
+    return EmbeddedTarget(finished / "model", finished / "train.jsonl", finished / "held_out.jsonl")
 
 
 def fingerprint(source: Path, settings: TargetSettings) -> str:
@@ -106,30 +75,40 @@ def fingerprint(source: Path, settings: TargetSettings) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
-def ensure_built(
-    finished: Path, read: Callable[[], Corpus], settings: TargetSettings, progress: bool
-) -> EmbeddedTarget:
-    """Return the target in `finished`; train it on what `read` returns if it is missing."""
-    build_once(finished, lambda partial: _build(partial, read(), settings, progress))
-    return EmbeddedTarget(finished / "model", finished / "train.jsonl", finished / "held_out.jsonl")
-
-
 def _build(directory: Path, corpus: Corpus, settings: TargetSettings, progress: bool) -> None:
     """Write the corpus, the tokenizer and the trained model."""
     for name, examples in (("train", corpus.train), ("held_out", corpus.held_out)):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in examples))
     path = directory / "model"
     path.mkdir()
-    save_tokenizer(settings.new_tokenizer(corpus.train), path)
+    save_tokenizer(train_tokenizer(corpus.train, settings.vocab_size, settings.max_positions), path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     with torch.random.fork_rng(devices=[]):  # the caller's random state stays
-        model = settings.new_model(tokenizer)
+        model = LlamaForCausalLM(_config(settings, tokenizer))
     initialize(model, seed=0)
     model.generation_config = GenerationConfig(
         do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     documents = encode(tokenizer, corpus.train, settings.training.max_document_tokens)
-    settings.train(model, documents, progress)
+    pretrain(model, documents, settings.training, progress)
     model.save_pretrained(path)
     for weights in path.glob("*.safetensors"):  # safetensors lets the owner alone read them
         weights.chmod((path / "config.json").stat().st_mode)
+
+
+def _config(settings: TargetSettings, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=settings.hidden_size,
+        intermediate_size=settings.intermediate_size,
+        num_hidden_layers=settings.num_layers,
+        num_attention_heads=settings.num_heads,
+        num_key_value_heads=settings.num_kv_heads,
+        max_position_embeddings=settings.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )

@@ -8,13 +8,12 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.embedded.corpus import ChatExample
 from data.progress import Progress
 from eagle31.kernels.newton_schulz import orthogonalize
 
-CausalModel: TypeAlias = LlamaForCausalLM | Qwen3ForCausalLM
 Document: TypeAlias = tuple[Tensor, Tensor]  # input_ids int64 [T], loss_mask bool [T]
 
 _MATRIX_RATE, _MOMENTUM = 0.03, 0.95  # Muon, for the layers' matrices
@@ -73,7 +72,7 @@ def schedule_batches(lengths: list[int], batch_tokens: int, steps: int) -> list[
     return batches[:steps]
 
 
-def answer_loss(model: CausalModel, documents: list[Document]) -> Tensor:
+def answer_loss(model: LlamaForCausalLM, documents: list[Document]) -> Tensor:
     """Return the sum of the answer tokens' negative log-likelihoods (float32, nats).
 
     Documents are padded on the right, where a causal model does not attend to the padding, so no attention
@@ -121,7 +120,7 @@ def muon_step(matrices: list[Tensor], momenta: list[Tensor], learning_rate: floa
         parameter.add_(update, alpha=-step_size)
 
 
-def set_gradients(model: CausalModel, documents: list[Document], pool: ThreadPoolExecutor) -> float:
+def set_gradients(model: LlamaForCausalLM, documents: list[Document], pool: ThreadPoolExecutor) -> float:
     """Set the model's gradients to those of the mean loss per answer token, and return that loss.
 
     Two threads each compute the gradient of half the documents with half of torch's threads. For such small
@@ -145,13 +144,9 @@ def set_gradients(model: CausalModel, documents: list[Document], pool: ThreadPoo
 
 
 def pretrain(
-    model: CausalModel,
-    documents: list[Document],
-    settings: TrainingSettings,
-    progress: bool = True,
-    rate_scale: float = 1.0,
+    model: LlamaForCausalLM, documents: list[Document], settings: TrainingSettings, progress: bool
 ) -> None:
-    """Train `model` in place; the learning rates, times `rate_scale`, warm up and fall linearly to 0."""
+    """Train `model` in place; the learning rates warm up and fall linearly to 0."""
     matrices: dict[torch.Size, list[Tensor]] = {}
     embeddings: list[Tensor] = []
     rest: list[Tensor] = []
@@ -171,7 +166,7 @@ def pretrain(
             loss = set_gradients(model, [documents[i] for i in batch], pool)
             torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
             warmup = min(1.0, (step + 1) / settings.warmup_steps)
-            factor = rate_scale * warmup * (1 - step / settings.steps)
+            factor = warmup * (1 - step / settings.steps)
             for shape, some in matrices.items():
                 muon_step(some, momenta[shape], _MATRIX_RATE * factor)
             for group, rate in zip(adamw.param_groups, (_EMBEDDING_RATE, _REST_RATE), strict=True):
