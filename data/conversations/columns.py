@@ -35,14 +35,6 @@ class NoLayout(MalformedRow):
 
 
 @dataclass(frozen=True)
-class Columns:
-    """The columns of the user's and of the assistant's text. None: found by name."""
-
-    prompt: str | None = None
-    response: str | None = None
-
-
-@dataclass(frozen=True)
 class Layout:
     """The columns of a row that make its conversation.
 
@@ -114,10 +106,13 @@ class Layout:
         return _spoken(prompt, "user")
 
 
-def find_layout(row: Mapping[str, Any], columns: Columns, require_answer: bool, group: str) -> Layout:
+def find_layout(
+    row: Mapping[str, Any], prompt: str | None, response: str | None, require_answer: bool, group: str
+) -> Layout:
     """Return the layout of a row.
 
     Args:
+        prompt, response: the columns of the user's and of the assistant's text; None: found by name.
         group: the settings in which the user can name columns, such as data.
 
     Raises:
@@ -125,7 +120,6 @@ def find_layout(row: Mapping[str, Any], columns: Columns, require_answer: bool, 
     """
     found = f"The columns are {listed(row)}." if row else "The row has no columns."
     names = f"{group}.prompt_column and {group}.response_column"
-    prompt, response = columns.prompt, columns.response
     shared = {
         "system": next((name for name in _SYSTEMS if name in row), None),
         "history": "history" if "history" in row.keys() - {prompt} else None,

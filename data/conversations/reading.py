@@ -11,7 +11,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from data.conversations.columns import Columns, Layout, NoLayout, find_layout
+from data.conversations.columns import Layout, NoLayout, find_layout
 from data.conversations.files import DataFile, dataset_rows, find_files, fingerprints, load, one_line
 from data.conversations.preformatted import SplitText, not_split
 from data.conversations.schemas import (
@@ -112,9 +112,9 @@ class Source:
             raise UserError(self.field, self.location, f"{what} cannot be read: {one_line(error)}") from error
 
     @property
-    def columns(self) -> list[str | None]:
-        """What identifies the chosen columns."""
-        return [self.prompt_column, self.response_column]
+    def columns(self) -> tuple[str | None, str | None]:
+        """The chosen columns."""
+        return self.prompt_column, self.response_column
 
 
 class ConversationReader:
@@ -182,10 +182,9 @@ class ConversationReader:
         if not isinstance(row, dict):
             raise MalformedRow(f"the row is a {type(row).__name__}, not an object")
         source = self.source
-        columns = Columns(source.prompt_column, source.response_column)
         group = source.field.removesuffix(".source") if source.field.endswith(".source") else "data"
         try:
-            return find_layout(row, columns, source.require_answer, group)
+            return find_layout(row, *source.columns, source.require_answer, group)
         except NoLayout as error:
             self._unknown = self._unknown or str(error)
             raise

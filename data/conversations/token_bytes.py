@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _SPACE, _BYTE = "\u2581", re.compile("<0x[0-9A-F]{2}>")  # in SentencePiece's pieces
 
@@ -37,7 +38,7 @@ def normalized(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 @lru_cache(maxsize=4)
 def _bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
     """Return the bytes of each token id, as byte-level tokenizers or as SentencePiece's have them."""
-    vocab, byte_of = tokenizer.get_vocab(), _byte_of_characters()
+    vocab, byte_of = tokenizer.get_vocab(), {text: byte for byte, text in bytes_to_unicode().items()}
     if any(token.startswith(_SPACE) for token in vocab):
         found = {id: _bytes_of_piece(token) for token, id in vocab.items()}
     else:
@@ -56,15 +57,3 @@ def _bytes_of_piece(piece: str) -> bytes:
     if _BYTE.fullmatch(piece):
         return bytes([int(piece[3:5], 16)])
     return piece.replace(_SPACE, " ").encode()
-
-
-def _byte_of_characters() -> dict[str, int]:
-    """Return the byte that each character of a byte-level token stands for, as GPT-2 has them."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    found = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in printable]
-    return found | {chr(256 + index): byte for index, byte in enumerate(others)}
