@@ -257,21 +257,12 @@ def on_main_first(is_main: bool, action: Callable[[], None]) -> None:
 
 
 def gathered(value: Any, world: World) -> list[Any]:
-    """Return the value of each rank, which must be possible in JSON. Every rank calls."""
+    """Return the value of each rank. Every rank calls."""
     if not dist.is_initialized():
         return [value]
-    content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(world.device)
-    size = torch.tensor([len(content)], device=world.device)
-    sizes = [torch.empty_like(size) for _ in range(world.size)]
-    dist.all_gather(sizes, size)
-    longest = max(int(one) for one in sizes)
-    padded = content.new_zeros(longest)
-    padded[: len(content)] = content
-    received = [torch.empty_like(padded) for _ in range(world.size)]
-    dist.all_gather(received, padded)
-    return [
-        json.loads(bytes(one[: int(length)].tolist())) for one, length in zip(received, sizes, strict=True)
-    ]
+    found: list[Any] = [None] * world.size
+    dist.all_gather_object(found, value)
+    return found
 
 
 def leave_ranks(world: World) -> None:
