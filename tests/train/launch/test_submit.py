@@ -32,7 +32,8 @@ def test_options_reach_sbatch_and_tokens_stay_in_the_environment(
     options += ["--partition", "gpu", "--time=1-12:00:00", "--cpus-per-task=32", "--sbatch=--reservation=x"]
     options += ["--setup", "module load cuda", "--container-image=a.sqsh", "--mount=/data", "--dry-run"]
     run = ["recipe=any_target", "capture=vllm_online", *NEEDED]
-    done = run_command("scripts/submit", *options, *run, f"output_dir={tmp_path}/run")
+    directories = [f"output_dir={tmp_path}/run", "artifacts_dir=/results"]
+    done = run_command("scripts/submit", *options, *run, *directories)
     assert done.status == 0, done.err
     assert options_of(done.out) == [
         "--job-name=eagle31-any_target",
@@ -51,7 +52,7 @@ def test_options_reach_sbatch_and_tokens_stay_in_the_environment(
     for part in ("\nmodule load cuda\n", "--nnodes=2 --nproc-per-node=4", "serve_target"):
         assert part in done.out
     assert "--container-image=a.sqsh --container-mounts=" in done.out
-    assert ",/data:/data " in done.out
+    assert ",/data:/data,/results:/results " in done.out
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600" in done.out
     assert "planted" not in done.out + done.err
     assert not (tmp_path / "run").exists()
