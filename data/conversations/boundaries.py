@@ -2,11 +2,10 @@
 
 import json
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 from data.conversations.template import FIELD, Messages, Template, TemplateRefused, decode
@@ -97,13 +96,6 @@ def boundary(template: Template, full: Encoded, character: int) -> tuple[int, in
     return common, last
 
 
-def boundary_tokens(offsets: Sequence[tuple[int, int]], character: int) -> tuple[int, int]:
-    """Return (before, after) as `boundary` does, for the boundary before a character."""
-    after = bisect_left(offsets, character, key=itemgetter(0))
-    straddles = after > 0 and offsets[after - 1][1] > character
-    return after - straddles, after
-
-
 def last_eos(ids: list[int], start: int, end: int, eos_token_ids: Collection[int]) -> int | None:
     """Return the index of the last token from `start` to `end` that ends a turn, if there is one."""
     return next((i for i in range(end - 1, start - 1, -1) if ids[i] in eos_token_ids), None)
@@ -114,7 +106,7 @@ def _two_ways(template: Template, prompt: str, written: str) -> TemplateRefused:
     near = slice(max(index - _NUM_EXCERPT_CHARACTERS, 0), index + _NUM_EXCERPT_CHARACTERS)
     remedies = [
         "set data.regenerate.enabled=true, with which the target writes the answers",
-        f"give {FIELD}=FILE, a template with {{% generation %}} markers or with a stable prefix",
+        f"give {FIELD}=FILE, a template with a stable prefix",
     ]
     if argument := _THINKING.search(str(template.tokenizer.chat_template)):
         remedies.insert(0, f"set data.template_kwargs.{argument[0]}=false if that makes the prefix stable")

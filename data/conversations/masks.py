@@ -1,9 +1,8 @@
 """Rendering conversations with the target's chat template, and finding the assistant's tokens."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -12,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from data.conversations.boundaries import (
     Encoded,
     boundary,
-    boundary_tokens,
     encoded,
     last_eos,
     served_text,
@@ -74,8 +72,8 @@ def render(
 ) -> list[RenderedConversation]:
     """Render one conversation into one or more samples.
 
-    Generation markers in a template tell which tokens are the assistant's. Without markers, a turn's tokens
-    are those that follow its prompt, which is the text of the earlier messages and the generation prompt.
+    A turn's tokens are those that follow its prompt, which is the text of the earlier messages and the
+    generation prompt.
     Turns share a sample where the template writes their prompts and answers again at the start of its text.
     A turn ends with its end-of-turn token, which some templates write only as the start of the next message,
     because the target never samples what follows it. Messages after the last assistant turn are left out.
@@ -93,24 +91,21 @@ def render(
     assistant = [i for i, message in enumerate(messages) if is_trained(message)]
     assert assistant, f"{conversation.id} has no assistant turn to train on"
     template = Template(tokenizer, tools, template_kwargs, conversation.template)
-    find = _marked_samples if template.uses_markers else _prefix_samples
-    if form_of(messages):
-        find = _preformatted_samples
+    find = _preformatted_samples if form_of(messages) else _rendered_samples
     if turns is Turns.each:
-        samples = [one for i in assistant for one in find(template, messages, [i], turns, eos_token_ids)]
+        samples = [one for i in assistant for one in find(template, messages, [i], eos_token_ids)]
     else:
         supervised = assistant if turns is Turns.all else assistant[-1:]
-        samples = find(template, messages, supervised, turns, eos_token_ids)
+        samples = find(template, messages, supervised, eos_token_ids)
         samples[0].notes[REWRITTEN] += len(samples) > 1
     samples[0].notes[TEXT_ARGUMENTS] += template.has_text_arguments
     return samples
 
 
-def _prefix_samples(
+def _rendered_samples(
     template: Template,
     messages: Messages,
     supervised: Sequence[int],
-    turns: Turns,
     eos_token_ids: Collection[int],
 ) -> list[RenderedConversation]:
     """Return samples in which the turns at the indices `supervised` get the loss, each in one of them."""
@@ -126,52 +121,16 @@ def _prefix_samples(
             if text.startswith(prompts[i]) and text.startswith(written[i])
         } | {last: (len(prompts[last]), len(text))}
         full = encoded(template, text)
-        at = partial(boundary, template, full)
         of = [(messages[i], text[start:end]) for i, (start, end) in shared.items()]
-        samples.insert(0, _sample(template, full, [*shared.values()], at, of, eos_token_ids))
+        samples.insert(0, _sample(template, full, [*shared.values()], of, eos_token_ids))
         supervised = [i for i in supervised if i not in shared]
     return samples
-
-
-def _marked_samples(
-    template: Template,
-    messages: Messages,
-    supervised: Sequence[int],
-    turns: Turns,
-    eos_token_ids: Collection[int],
-) -> list[RenderedConversation]:
-    """Return the sample in which generation markers tell what gets the loss."""
-    # return_assistant_tokens_mask is not used: it includes tokens that cross a marker, and excludes the
-    # last tokens of a character that is encoded as several tokens before a marker.
-    last = supervised[-1]
-    text, marks = template.marked_text(messages[: last + 1])
-    context: set[int] = set()  # of the marks
-    for i, message in enumerate(messages[:last]):
-        if message["role"] == "assistant" and not is_trained(message):
-            before, after = (len(template.marked_text(messages[: i + end])[1]) for end in (0, 1))
-            context.update(range(before, after))
-    marks = [mark for i, mark in enumerate(marks) if i not in context]
-    first = shift = 0
-    if turns is not Turns.all:
-        prompt = template.text(messages[:last], add_generation_prompt=True)
-        served = served_text(template, messages[: last + 1], prompt, text)
-        first, shift, text = len(prompt), len(served) - len(text), served
-    spans = [(max(start + shift, first), end + shift) for start, end in marks if end + shift > first]
-    full = encoded(template, text)
-    at = partial(boundary, template, full)
-    if full.ends is None:
-        encoding = template.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        at = partial(boundary_tokens, encoding["offset_mapping"])
-    return [_sample(template, full, spans, at, [(messages[i], text) for i in supervised], eos_token_ids)]
 
 
 def _preformatted_samples(
     template: Template,
     messages: Messages,
     supervised: Sequence[int],
-    turns: Turns,
     eos_token_ids: Collection[int],
 ) -> list[RenderedConversation]:
     """Return the sample of messages whose contents joined are its text, or its token ids."""
@@ -183,21 +142,19 @@ def _preformatted_samples(
     full = encoded(template, "".join(one["content"] for one in messages))
     of = [(messages[i], messages[i]["content"]) for i in supervised]
     spans = [(ends[i - 1], ends[i]) for i in supervised]
-    return [_sample(template, full, spans, partial(boundary, template, full), of, eos_token_ids)]
+    return [_sample(template, full, spans, of, eos_token_ids)]
 
 
 def _sample(
     template: Template,
     full: Encoded,
     spans: Sequence[tuple[int, int]],
-    at: Callable[[int], tuple[int, int]],
     turns: Sequence[tuple[Mapping[str, Any], str]],
     eos_token_ids: Collection[int],
 ) -> RenderedConversation:
     """Return the sample in which the target wrote what is in `spans` of characters.
 
     Args:
-        at: finds the boundary before a character, as `boundary` does.
         turns: the messages that are in the spans, each with a text in which it is.
     """
     ids, loss_mask = full.ids, [False] * len(full.ids)
@@ -208,13 +165,13 @@ def _sample(
         if thought is not None:
             first = thought
             notes[EMPTY_THOUGHT] += 1
-        before, start = at(first)
-        end, after = at(last) if last < len(full.text) else (len(ids), len(ids))
+        before, start = boundary(template, full, first)
+        end, after = boundary(template, full, last) if last < len(full.text) else (len(ids), len(ids))
         eos = last_eos(ids, start, end, eos_token_ids)
         if eos is not None:
             end = eos + 1
         elif end < len(ids) and ids[end] in eos_token_ids:
-            end += 1  # the next message writes it, or a marker excludes it
+            end += 1  # the next message writes it
         else:
             num_straddling += after - end
         num_straddling += start - before

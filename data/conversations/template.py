@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from functools import lru_cache
@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from data.conversations.perturbation import UNCHANGED, rewritten, template_source
 from data.conversations.schemas import AS_TEXT, FORM, IDS, form_of, ids_of
@@ -27,7 +27,6 @@ TEXT_ARGUMENTS = (
 # What a template that reads the clock is given, so that a run has the same prompts on another day.
 DATE = date(2026, 1, 1)
 _CLOCK = "strftime_now"
-_GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Tokenizers take about 100 bytes for each. It is twice what a conversation may have.
 _MAX_CHARACTERS = 1 << 24
 
@@ -60,14 +59,13 @@ class Template:
         if _CLOCK in source:
             with self._refusal():
                 _compile_jinja_template(source).environment.globals[_CLOCK] = DATE.strftime
-        # Markers are offsets into the text of the target's own template.
-        self.uses_markers = template == UNCHANGED and uses_generation_markers(tokenizer, tools)
         self.has_text_arguments = False  # whether it has raised on calls whose arguments are objects
 
     def text(self, messages: Messages, *, add_generation_prompt: bool) -> str:
         """Return the text of the messages, and of the generation prompt if it is asked for.
 
-        Text that has a template's markers already is as it is.
+        Text that has a template's markers already is as it is. A template that raises on the arguments of
+        calls gets their JSON text.
         """
         if (form := form_of(messages)) is not None:
             if form != AS_TEXT or any(FORM not in message for message in messages):
@@ -75,58 +73,31 @@ class Template:
                 raise TemplateRefused(FIELD, self.name, remedy)
             return "".join(message["content"] for message in messages)
 
-        def write(messages: Messages) -> Any:
-            return self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **self.arguments
-            )
-
-        text = self._written(messages, write)
-        assert isinstance(text, str)
-        self._check_length(text)
-        return rewritten(text, messages, self.template, add_generation_prompt=add_generation_prompt)
-
-    def marked_text(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text and the character spans of the generation markers; adjacent spans are merged."""
-
-        def write(messages: Messages) -> Any:
-            return render_jinja_template(
-                conversations=[list(messages)],
-                chat_template=self.tokenizer.get_chat_template(tools=self.arguments["tools"]),
-                return_assistant_tokens_mask=True,
-                **{**self.tokenizer.special_tokens_map, **self.arguments},
-            )
-
-        (text,), (marks,) = self._written(messages, write)
-        self._check_length(text)
-        joined: list[tuple[int, int]] = []
-        for start, end in marks:
-            touches = joined and joined[-1][1] == start
-            joined.append((joined.pop()[0] if touches else start, end))
-        return text, joined
-
-    def _written(self, messages: Messages, write: Callable[[Messages], Any]) -> Any:
-        """Return what the template writes; one that raises on the arguments of calls gets their JSON text."""
         try:
-            with self._refusal():
-                return write(messages)
+            text = self._written(messages, add_generation_prompt)
         except TemplateRefused as refused:
             as_text = [_with_text_arguments(message) for message in messages]
             if as_text == list(messages):
                 raise
             try:
-                with self._refusal():
-                    written = write(as_text)
+                text = self._written(as_text, add_generation_prompt)
             except TemplateRefused:
                 raise refused from None
             self.has_text_arguments = True
-            return written
-
-    def _check_length(self, text: str) -> None:
         if len(text) > _MAX_CHARACTERS:
             remedy = (
                 f"It writes {len(text):,} characters, more than the {_MAX_CHARACTERS:,} that are tokenized."
             )
             raise TemplateRefused(FIELD, self.name, remedy)
+        return rewritten(text, messages, self.template, add_generation_prompt=add_generation_prompt)
+
+    def _written(self, messages: Messages, add_generation_prompt: bool) -> str:
+        with self._refusal():
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **self.arguments
+            )
+        assert isinstance(text, str)
+        return text
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """Return the token ids of the messages and the generation prompt."""
@@ -201,16 +172,6 @@ def surviving(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
             "run on fewer cores (taskset) where the machine has no memory for a process on each."
         )
         raise UserError(FIELD, name_of(tokenizer), remedy) from error
-
-
-def uses_generation_markers(tokenizer: PreTrainedTokenizerBase, tools: Tools = None) -> bool:
-    """Return whether the loss mask comes from generation markers in the template.
-
-    Markers are character offsets, and tokenizers written in Python do not report the characters of a token.
-    """
-    _require_template(tokenizer)
-    template = tokenizer.get_chat_template(tools=list(tools) if tools else None)
-    return tokenizer.is_fast and _GENERATION_MARKER.search(template) is not None
 
 
 def template_fingerprint(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> str:

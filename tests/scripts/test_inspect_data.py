@@ -34,7 +34,7 @@ def test_a_sample_is_printed_in_brackets(tmp_path: Path, target: Path) -> None:
         "conversations: 2, malformed rows: 1",
         "data.jsonl:3: There is no column a.",
         "supervised: ",
-        "mask: from prefix differences",
+        "mask: what follows each turn's prompt",
         "template fingerprint: ",
     ):
         assert line in done.out

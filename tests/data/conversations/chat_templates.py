@@ -26,12 +26,6 @@ CHATML_MARKED = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-# The markers exclude the end-of-turn token.
-CHATML_MARKED_CONTENT = CHATML_MARKED.replace(
-    "{{- message.content + '<|im_end|>' + '\\n' }}{% endgeneration %}",
-    "{{- message.content }}{% endgeneration %}{{- '<|im_end|>' + '\\n' }}",
-)
-
 # Only the last turn keeps its thinking, and the generation prompt skips thinking on request.
 THINKING = """\
 {%- for message in messages %}
@@ -110,10 +104,6 @@ SYSTEM_LAST = """\
 {{- '<s>[INST] ' + (system if loop.last else '') + message.content + ' [/INST]' }}
 {%- elif message.role == 'assistant' %}{{- ' ' + message.content + ' </s>' }}{%- endif %}
 {%- endfor %}"""
-
-INSTRUCTIONS_MARKED = INSTRUCTIONS.replace("else %}", "else %}{% generation %}").replace(
-    "</s>' }}", "</s>' }}{% endgeneration %}"
-)
 
 # No special token is next to the answers, so that tokens can cross their boundaries.
 PLAIN = """\

@@ -3,7 +3,7 @@ from datetime import date
 from typing import Any
 
 import pytest
-from tokenizers import normalizers, processors
+from tokenizers import normalizers
 from transformers import GenerationConfig
 from transformers.utils import chat_template_utils
 
@@ -26,7 +26,6 @@ from data.conversations.template import (
     decode,
     eos_token_ids,
     template_fingerprint,
-    uses_generation_markers,
 )
 from eagle31.errors import UserError
 from tests.data.conversations import chat_templates as templates
@@ -64,13 +63,11 @@ def supervised_texts(tokenizer, sample: RenderedConversation) -> list[str]:
 
 def test_a_mask_from_prefixes_covers_what_the_assistant_samples():
     tokenizer, (sample,) = rendered(templates.CHATML)
-    assert not uses_generation_markers(tokenizer)
     assert supervised_texts(tokenizer, sample) == ["it is four<|im_end|>", "six<|im_end|>"]
     assert decode(tokenizer, sample.input_ids).endswith("six<|im_end|>\n")
     assert sample.num_prompt_tokens == len(render_prompt(tokenizer, TWO_TURNS.messages[:2], None, {}))
 
 
-@pytest.mark.parametrize("marked", [templates.CHATML_MARKED, templates.CHATML_MARKED_CONTENT])
 @pytest.mark.parametrize("turns", list(Turns))
 @pytest.mark.parametrize(
     "of",
@@ -81,21 +78,8 @@ def test_a_mask_from_prefixes_covers_what_the_assistant_samples():
         ),  # "assistant\n\n" is one token; 猫 is three
     ],
 )
-def test_markers_and_prefixes_give_the_same_samples(marked, turns, of):
-    tokenizer, samples = rendered(marked, turns, of)
-    assert uses_generation_markers(tokenizer)
-    assert samples == rendered(templates.CHATML, turns, of)[1]
-
-
-def test_adjacent_markers_are_merged():
-    content = "{{- message.content + '<|im_end|>' + '\\n' }}{% endgeneration %}"
-    # The markers split "six", which is one token, into "si" and "x".
-    first = "{{- message.content[:2] }}{% endgeneration %}{% generation %}"
-    halves = first + "{{- message.content[2:] + '<|im_end|>' + '\\n' }}"
-    template = templates.CHATML_MARKED.replace(content, halves + "{% endgeneration %}")
-    assert template != templates.CHATML_MARKED
-    of = conversation("some-id", "and", "six")
-    assert rendered(template, of=of)[1] == rendered(templates.CHATML, of=of)[1]
+def test_generation_markers_change_nothing(turns, of):
+    assert rendered(templates.CHATML_MARKED, turns, of)[1] == rendered(templates.CHATML, turns, of)[1]
 
 
 def test_each_gives_one_sample_per_turn_and_last_only_the_last_one():
@@ -108,15 +92,14 @@ def test_each_gives_one_sample_per_turn_and_last_only_the_last_one():
     assert rendered(templates.CHATML, Turns.last)[1] == each[1:]
 
 
-@pytest.mark.parametrize("template", [templates.CHATML, templates.CHATML_MARKED])
 @pytest.mark.parametrize(("context", "supervised"), [({1, 5}, [3]), ({3}, [1, 5])])
-def test_turns_of_weight_zero_are_read_and_not_supervised(template, context, supervised):
+def test_turns_of_weight_zero_are_read_and_not_supervised(context, supervised):
     roles = ("user", "assistant") * 3
     messages = [{"role": role, "content": f"four {i}"} for i, role in enumerate(roles)]
     for i in context:
         messages[i]["weight"] = 0
     for turns in Turns:
-        tokenizer, samples = rendered(template, turns, Conversation("some-id", tuple(messages)))
+        tokenizer, samples = rendered(templates.CHATML, turns, Conversation("some-id", tuple(messages)))
         texts = [text for sample in samples for text in supervised_texts(tokenizer, sample)]
         expected = supervised[-1:] if turns is Turns.last else supervised
         assert texts == [f"four {i}<|im_end|>" for i in expected]
@@ -211,12 +194,6 @@ def test_thoughts_are_supervised_as_the_target_writes_them(template, of, supervi
     assert sum((sample.notes for sample in samples), Counter()) == Counter(notes)
 
 
-def test_markers_do_not_make_an_empty_thought_the_targets():
-    marked = templates.CHATML_MARKED.replace("message.content +", f"{EMPTY!r} + message.content +", 1)
-    tokenizer, (sample,) = rendered(marked, of=answered("four"))
-    assert supervised_texts(tokenizer, sample) == ["four<|im_end|>"]
-
-
 # As gpt-oss's: the thoughts before a call stay until the answer, and what a tool said is JSON.
 KEPT_THINKING = templates.THINKING.replace("loop.last", "(loop.last or messages[-1].role == 'tool')").replace(
     "message.content +", "(message.content | tojson if message.role == 'tool' else message.content) +"
@@ -246,7 +223,7 @@ def test_a_prompt_that_no_answer_follows_is_refused(argument):
     with pytest.raises(UserError, match="think") as caught:
         rendered(template, of=answered("four"), **{argument: True})
     assert caught.value.field == "target.chat_template"
-    for remedy in ("data.regenerate.enabled=true", f"kwargs.{argument}=false", "{% generation %}"):
+    for remedy in ("data.regenerate.enabled=true", f"kwargs.{argument}=false"):
         assert remedy in caught.value.remedy
 
 
@@ -267,16 +244,10 @@ def test_the_role_that_follows_ends_a_turn(turns):
     assert not any(one.notes[LOST_CALLS] for one in samples)
 
 
-SYSTEM_LAST_MARKED = templates.SYSTEM_LAST.replace(
-    "'assistant' %}", "'assistant' %}{% generation %}"
-).replace("</s>' }}", "</s>' }}{% endgeneration %}")
-
-
 @pytest.mark.parametrize("turns", list(Turns))
 @pytest.mark.parametrize("system", ["be quick", None])
-@pytest.mark.parametrize("template", [templates.SYSTEM_LAST, SYSTEM_LAST_MARKED])
-def test_a_system_prompt_in_the_last_message_is_in_each_prompt(turns, system, template):
-    tokenizer = templates.sentencepiece_tokenizer(template)
+def test_a_system_prompt_in_the_last_message_is_in_each_prompt(turns, system):
+    tokenizer = templates.sentencepiece_tokenizer(templates.SYSTEM_LAST)
     of = conversation("some-id", "what is two", "it is four", "what is two", "six", system=system)
     stops = eos_token_ids(tokenizer)
     samples = render(tokenizer, of, turns=turns, template_kwargs={}, eos_token_ids=stops)
@@ -286,15 +257,14 @@ def test_a_system_prompt_in_the_last_message_is_in_each_prompt(turns, system, te
     first = (f"<s>{asked} it is four </s>", ["it is four </s>"])
     last = (f"<s>[INST] what is two [/INST] it is four </s><s>{asked} six </s>", ["six </s>"])
     expected = {Turns.all: [first, last], Turns.each: [first, last], Turns.last: [last]}[turns]
-    if turns is Turns.all and (system is None or template == SYSTEM_LAST_MARKED):  # markers need no prompt
+    if turns is Turns.all and system is None:
         whole = "<s>[INST] what is two [/INST] it is four </s><s>[INST] what is two [/INST] six </s>"
         expected = [(whole, first[1] + last[1])]
     assert found == expected
 
 
-@pytest.mark.parametrize("template", [templates.CHATML, templates.CHATML_MARKED])
-def test_turns_are_found_where_a_normalizer_changes_the_text(template):
-    tokenizer = byte_level_tokenizer(template)
+def test_turns_are_found_where_a_normalizer_changes_the_text():
+    tokenizer = byte_level_tokenizer(templates.CHATML)
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     of = conversation("some-id", "what", "e\u0301 six", "and", "four")
     (sample,) = render(tokenizer, of, template_kwargs={}, eos_token_ids=eos_token_ids(tokenizer))
@@ -330,20 +300,8 @@ def test_tokens_across_the_end_of_a_turn_are_masked():
     assert supervised_texts(tokenizer, sample) == ["six", "four\n"]
 
 
-def test_tokens_across_a_marker_are_masked_where_offsets_leave_out_their_space():
-    marked = templates.CHATML_MARKED.replace("{% generation %}", "{{- ' ' }}{% generation %}")
-    tokenizer = byte_level_tokenizer(marked)
-    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    assert tokenizer("six four", return_offsets_mapping=True)["offset_mapping"] == [(0, 3), (4, 8)]
-    of, stops = conversation("some-id", "and", "four six"), eos_token_ids(tokenizer)
-    (sample,) = render(tokenizer, of, template_kwargs={}, eos_token_ids=stops)
-    assert supervised_texts(tokenizer, sample) == [" six<|im_end|>"]
-    assert sample.num_straddling == 1
-
-
-@pytest.mark.parametrize("template", [templates.INSTRUCTIONS, templates.INSTRUCTIONS_MARKED])
-def test_a_sentencepiece_tokenizer_without_a_generation_prompt(template):
-    tokenizer = templates.sentencepiece_tokenizer(template)
+def test_a_sentencepiece_tokenizer_without_a_generation_prompt():
+    tokenizer = templates.sentencepiece_tokenizer(templates.INSTRUCTIONS)
     of = conversation("some-id", "what is two", "it is four", "and", "six 猫")
     (sample,) = render(tokenizer, of, template_kwargs={}, eos_token_ids=eos_token_ids(tokenizer))
     assert supervised_texts(tokenizer, sample) == ["it is four </s>", "six 猫 </s>"]
@@ -351,7 +309,7 @@ def test_a_sentencepiece_tokenizer_without_a_generation_prompt(template):
 
 
 def test_a_tokenizer_without_offsets_uses_prefixes():
-    tokenizer = templates.python_tokenizer(templates.CHATML_MARKED)
+    tokenizer = templates.python_tokenizer(templates.CHATML)
     (sample,) = render(
         tokenizer,
         TWO_TURNS,
@@ -374,11 +332,10 @@ def test_tools_and_reasoning_reach_the_template_unchanged():
     assert decode(tokenizer, sample.input_ids).startswith('[{"name": "add"}]')
 
 
-@pytest.mark.parametrize("template", [templates.CHATML, templates.CHATML_MARKED])
 @pytest.mark.parametrize("takes_text", [True, False])
-def test_a_template_that_joins_arguments_to_the_text_gets_them_as_json(template, takes_text):
+def test_a_template_that_joins_arguments_to_the_text_gets_them_as_json(takes_text):
     written = "(message.tool_calls[0].function.arguments if message.tool_calls else '') + '<|im_end|>'"
-    template = template.replace(
+    template = templates.CHATML.replace(
         "'<|im_end|>'", written if takes_text else written.replace("arguments", "name")
     )
     call = {"function": {"name": "add", "arguments": {"b": "é", "a": [2]}}}
@@ -388,12 +345,11 @@ def test_a_template_that_joins_arguments_to_the_text_gets_them_as_json(template,
     assert sample.notes[TEXT_ARGUMENTS] == takes_text
 
 
-@pytest.mark.parametrize("template", [templates.CHATML, templates.CHATML_MARKED])
-def test_a_text_that_is_too_long_for_a_tokenizer_is_refused(template, monkeypatch):
+def test_a_text_that_is_too_long_for_a_tokenizer_is_refused(monkeypatch):
     monkeypatch.setattr(Template, "encode", pytest.fail)
     monkeypatch.setattr(template_module, "_MAX_CHARACTERS", 1000)
     with pytest.raises(TemplateRefused, match="more than the 1,000"):
-        rendered(template, of=conversation("some-id", "q", "a" * 1000))
+        rendered(templates.CHATML, of=conversation("some-id", "q", "a" * 1000))
 
 
 def test_the_fingerprint_covers_template_and_arguments():
@@ -407,9 +363,8 @@ def test_the_fingerprint_covers_template_and_arguments():
 def test_a_template_has_the_same_date_on_each_day(monkeypatch):
     monkeypatch.setattr(chat_template_utils, "datetime", None)  # no clock
     clock = "{{- strftime_now('%d %B %Y') }}"
-    for template in (templates.CHATML, templates.CHATML_MARKED):
-        tokenizer, (sample,) = rendered(clock + template)
-        assert decode(tokenizer, sample.input_ids).startswith("01 January 2026<|im_start|>")
+    tokenizer, (sample,) = rendered(clock + templates.CHATML)
+    assert decode(tokenizer, sample.input_ids).startswith("01 January 2026<|im_start|>")
     dated, plain = byte_level_tokenizer(clock + templates.CHATML), byte_level_tokenizer(templates.CHATML)
     before = [template_fingerprint(tokenizer, {}) for tokenizer in (dated, plain)]
     monkeypatch.setattr(template_module, "DATE", date(2026, 1, 2))

@@ -18,7 +18,7 @@ from eagle31.errors import UserError
 from tests.data.conversations import chat_templates as templates
 from tests.data.conversations.chat_templates import byte_level_tokenizer
 
-OWN_TEMPLATES = (templates.CHATML, templates.CHATML_MARKED, templates.HEADERS)
+OWN_TEMPLATES = (templates.CHATML, templates.HEADERS)
 MESSAGES = (
     {"role": "system", "content": "be quick"},
     {"role": "user", "content": "user: what is\ntwo and two"},

@@ -70,7 +70,6 @@ def composing_tokenizer(template: str) -> PreTrainedTokenizerFast:
         (composing_tokenizer, "HEADERS"),
         (byte_level_tokenizer, "PLAIN"),
         (byte_level_tokenizer, "HEADERS"),
-        (byte_level_tokenizer, "CHATML_MARKED"),
         (sentencepiece_tokenizer, "INSTRUCTIONS"),
         (sentencepiece_tokenizer, "PLAIN"),
     ],
