@@ -1,39 +1,15 @@
-"""Operations on complete stores: describe them, verify them, and try refused samples again."""
+"""Operations on stores: verify them, and try refused samples again."""
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data.progress import tracked
-from data.store.index import MANIFEST, REFUSED, SETTINGS, missing_ids, read_index, read_manifest, refused
-from data.store.shards import DamagedShard, FinishedShards, ShardFile, ShardRecord, check_shard, shard_paths
+from data.store.index import MANIFEST, REFUSED, SETTINGS, read_index, read_manifest, refused
+from data.store.shards import DamagedShard, ShardFile, check_shard, shard_paths
 from eagle31.errors import UserError
 from eagle31.json_files import read_json_object
-
-
-@dataclass(frozen=True)
-class Contents:
-    """The contents of a store's directory, finished or not."""
-
-    settings: dict[str, Any]  # the target, the dataset and the codec of the capture
-    records: list[ShardRecord]
-    refused: dict[int, str]
-    missing: list[int]
-    finished: bool
-
-    @property
-    def is_damaged(self) -> bool:
-        """Whether the store was finished and samples are missing: shards are gone."""
-        return self.finished and bool(self.missing)
-
-    @staticmethod
-    def read(directory: Path) -> "Contents":
-        """Read the contents; raise UserError where the directory holds no store."""
-        settings, records = _read_settings(directory), FinishedShards(directory).records()
-        missing = missing_ids(directory, records, settings["dataset_samples"])
-        return Contents(settings, records, refused(directory), missing, read_manifest(directory) is not None)
 
 
 def retry(directory: Path) -> dict[int, str]:
@@ -42,7 +18,8 @@ def retry(directory: Path) -> dict[int, str]:
     Raises:
         UserError: the directory holds no store.
     """
-    forgotten = Contents.read(directory).refused
+    read_settings(directory)
+    forgotten = refused(directory)
     if forgotten:
         # First the manifest, which says that the store is finished without them.
         (directory / MANIFEST).unlink(missing_ok=True)
@@ -50,7 +27,8 @@ def retry(directory: Path) -> dict[int, str]:
     return forgotten
 
 
-def _read_settings(directory: Path) -> dict[str, Any]:
+def read_settings(directory: Path) -> dict[str, Any]:
+    """Return what a store is for, finished or not; raise UserError where the directory holds none."""
     path = directory / SETTINGS
     if not path.exists():
         raise UserError("STORE", directory, f"The directory holds no store: {SETTINGS} is missing.")
@@ -63,7 +41,7 @@ def damage(directory: Path, progress: bool = False) -> Iterator[UserError]:
     Raises:
         UserError: the directory holds no store.
     """
-    _read_settings(directory)
+    read_settings(directory)
     manifest = read_manifest(directory)
     listed = {}
     if manifest:

@@ -50,12 +50,6 @@ class ShardRecord:
     checksum: int  # of all bytes but those of the samples, which `checksums` are of
 
     @property
-    def writer(self) -> str:
-        found = SHARD_NAME.fullmatch(self.file)
-        assert found
-        return found["writer"]
-
-    @property
     def sample_ids(self) -> tuple[int, ...]:
         return tuple(self.ids.tolist())
 
