@@ -1,10 +1,9 @@
-"""The recipe's schema for vLLM: the servers of a run, and where those that it starts are placed."""
+"""The recipe's schema for vLLM: the servers of a run."""
 
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from eagle31.choice import Choice
 from eagle31.errors import UserError
 from train.config.setting import setting
 
@@ -19,13 +18,6 @@ _FRACTION = "gpu_memory_utilization"
 _SET_BY_RUN = ("model", "speculative_config", "kv_transfer_config", "max_model_len")
 
 
-class Placement(Choice):
-    auto = "auto", "chosen by the plan"
-    shared = "shared", "on the GPUs that train"
-    split = "split", "on other GPUs of the nodes that train"
-    apart = "apart", "on other nodes: vllm.servers, or scripts/submit --target-nodes"
-
-
 @dataclass
 class VllmConfig:
     """The vLLM servers of capture.source=vllm and target.engine=vllm."""
@@ -35,7 +27,6 @@ class VllmConfig:
         "Base URLs of servers from scripts/serve_target, such as http://host:8000. Empty: the first "
         "process of each node that trains starts one server there.",
     )
-    placement: Placement = setting(Placement.auto, "GPUs that run the target in vLLM.")
     engine_args: dict[str, Any] = setting(
         {},
         "Arguments of `vllm.LLM` for servers that the run or scripts/serve_target starts, such as "

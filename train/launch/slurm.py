@@ -10,7 +10,6 @@ from data.batches.loader import check_divisible
 from eagle31.errors import UserError
 from train.config.compose import CHECKOUT
 from train.config.run import RunConfig, Stage, uses_servers
-from train.config.vllm import Placement
 from train.stop import STOPPED, STOPPED_FILE
 from train.templates import template
 
@@ -145,12 +144,8 @@ def check_job(job: Job, config: RunConfig, resumes: bool) -> None:
         check_divisible(config.train.rows_per_step, size, config.train.row_ranks)
     if not job.target_nodes:
         return
-    vllm = config.vllm
     if not any(uses_servers(config, stage) for stage in Stage):
         remedy = "Nothing in this run uses vLLM: set capture=vllm, capture=vllm_online, or give 0."
         raise UserError("--target-nodes", job.target_nodes, remedy)
-    if vllm.servers:
+    if config.vllm.servers:
         raise UserError("--target-nodes", job.target_nodes, "vllm.servers names servers already: give 0.")
-    if vllm.placement in (Placement.shared, Placement.split):
-        remedy = "With --target-nodes, servers are on nodes of their own: set auto."
-        raise UserError("vllm.placement", vllm.placement.value, remedy)

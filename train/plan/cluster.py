@@ -7,9 +7,7 @@ import torch
 
 from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import RunConfig
-from train.config.vllm import Placement
 from train.distributed import World
-from train.plan.target import Parallelism
 
 _GPUS_PER_NODE = 8
 
@@ -52,16 +50,12 @@ def planned_clusters(config: RunConfig, world: World) -> Iterator[Cluster]:
 
 def _divided(config: RunConfig, num_nodes: int, gpus: int, gpu_bytes: int | None) -> Cluster:
     """Return how nodes with so many GPUs are divided."""
-    source, vllm, torchspec, train = config.capture.source, config.vllm, config.torchspec, config.train
+    source, torchspec, train = config.capture.source, config.torchspec, config.train
     processes, targets = gpus, 0
     if source is CaptureSource.hf and config.target.device_map is not None:
         processes = 1
-    elif source is CaptureSource.vllm:
-        if vllm.placement is Placement.split:
-            processes = max(1, gpus - Parallelism.of(vllm.engine_args).gpus)
-        online = config.capture.mode is CaptureMode.online
-        apart = vllm.placement is Placement.auto and online and not vllm.servers
-        targets = num_nodes // 2 if apart or vllm.placement is Placement.apart else 0
+    elif source is CaptureSource.vllm and config.capture.mode is CaptureMode.online:
+        targets = 0 if config.vllm.servers else num_nodes // 2
     elif source is CaptureSource.torchspec:
         targets = num_nodes // 2
         free = gpus if targets else max(1, gpus - torchspec.num_engines * torchspec.gpus_per_engine)

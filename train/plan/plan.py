@@ -13,7 +13,6 @@ from eagle31.errors import UserError
 from eagle31.model.config import DrafterConfig
 from train.config.capture import CaptureMode
 from train.config.run import RunConfig, Stage
-from train.config.vllm import Placement
 from train.distributed import World
 from train.drafter.shape import rope_kind
 from train.plan.cluster import Cluster, cluster_at_hand, planned_clusters
@@ -146,7 +145,7 @@ def run_way(sizes: RunSizes, work: Work, cluster: Cluster, given: Sequence[str] 
             train=cluster.num_ranks,
             target=target.num_at_work,
             write=writers.num_at_work,
-            at_once=config.capture.mode is CaptureMode.online and target.kind is not Placement.shared,
+            at_once=config.capture.mode is CaptureMode.online and target.kind != "shared",
         )
         hours = run_hours(config, work, gpus)
         check_divisible(config.train.rows_per_step, cluster.num_ranks, config.train.row_ranks)

@@ -61,7 +61,7 @@ def _memory_of(way: Way) -> str:
     training = f"training {gigabytes(way.memory.total)}{room} per {each}"
     if way.servers is None or way.servers.server is None:
         return training
-    given, server = way.servers.memory_fraction, way.servers.server
+    given, server = way.servers.engine_args.get("gpu_memory_utilization"), way.servers.server
     taken = "" if given is None or gpu is None else f" and takes {gigabytes(int(given * gpu))}"
     return f"{training}; vLLM needs {gigabytes(server.least)}{taken}, weights {gigabytes(server.weights)}"
 
