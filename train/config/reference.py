@@ -5,13 +5,14 @@ python -m train.config.reference > docs/configuration.md
 
 import dataclasses
 import inspect
+import math
 import re
 import types
 import typing
 from collections.abc import Iterator
-from enum import Enum
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 
 from eagle31.choice import Choice
@@ -49,7 +50,7 @@ def page() -> str:
     """Return the reference as a Markdown page."""
     sections = [_HEADER]
     for key, schema in groups():
-        values = typing.cast(dict, OmegaConf.to_container(OmegaConf.structured(schema), resolve=False))
+        values = typing.cast(dict, OmegaConf.to_container(OmegaConf.structured(schema), enum_to_str=True))
         intro = [] if not schema.__doc__ else [_code(inspect.cleandoc(schema.__doc__)), ""]
         title = f"## {key}" if key else "## The run"
         sections.append("\n".join([title, "", *intro, *_table(key, schema, values), ""]))
@@ -103,13 +104,7 @@ def _type(kind: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, Enum):
-        return str(value.value)
-    if isinstance(value, list):
-        return f"[{', '.join(map(_shown, value))}]"
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return '""' if value == "" else str(value)
+    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).splitlines()[0]
 
 
 if __name__ == "__main__":

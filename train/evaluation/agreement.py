@@ -133,7 +133,7 @@ def compare_drafts(
     num_prompt_tokens = int(sample.loss_mask.long().argmax())
     common = common_length(sample.input_ids[num_prompt_tokens:].tolist(), completion)
     compared = [draft for draft in drafts if draft.position <= common]
-    found = _places(drafts, len(completion), common) + _accepted(compared, completion)
+    found = _misplaced(drafts, completion, common)
     if compared:
         found += _drafted(drafter, frozen, sample, num_prompt_tokens, compared, dtype)
     by_position: dict[int, Difference] = {}
@@ -186,25 +186,21 @@ def describe_counts(counts: dict[str, int]) -> str:
     return ", ".join(parts)
 
 
-def _places(drafts: Sequence[PlacedDraft], num_tokens: int, common: int) -> list[Difference]:
-    """Return where a draft is missing: each follows the accepted tokens of the one before and one more."""
+def _misplaced(drafts: Sequence[PlacedDraft], completion: Sequence[int], common: int) -> list[Difference]:
+    """Return where a draft is missing or has other accepted tokens than the leading ones that were written.
+
+    A draft follows the accepted tokens of the one before and one more.
+    """
     found, expected = [], 1
     for draft in drafts:
         if draft.position != expected and expected <= common:
             found.append(Difference("no draft", expected, [], draft.token_ids))
-        expected = draft.position + draft.num_accepted + 1
-    if expected < num_tokens and expected <= common:
-        found.append(Difference("no draft", expected, [], []))
-    return found
-
-
-def _accepted(drafts: Sequence[PlacedDraft], completion: Sequence[int]) -> list[Difference]:
-    """Return the drafts of which other tokens were accepted than the leading ones that were written."""
-    found = []
-    for draft in drafts:
         right = common_length(draft.token_ids, completion[draft.position :])
-        if draft.num_accepted != right:
+        if draft.num_accepted != right and draft.position <= common:
             found.append(Difference("accepted", draft.position, [right], [draft.num_accepted]))
+        expected = draft.position + draft.num_accepted + 1
+    if expected < len(completion) and expected <= common:
+        found.append(Difference("no draft", expected, [], []))
     return found
 
 

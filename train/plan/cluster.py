@@ -23,6 +23,10 @@ class Cluster:
     target_nodes: int = 0  # nodes on which scripts/submit starts servers
 
     @property
+    def all_nodes(self) -> int:
+        return self.num_nodes + self.target_nodes
+
+    @property
     def num_ranks(self) -> int:
         return self.num_nodes * self.processes_per_node
 

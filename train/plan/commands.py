@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from train.config.capture import CaptureSource
 from train.config.run import RunConfig
@@ -13,12 +12,7 @@ _SERVER_PORT, _RAY_PORT, _RENDEZVOUS_PORT = 8000, 6379, 29500
 _LEFT_OUT = ("plan.", "recipe=", "stages=")  # of what the user gave for the plan
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command and the nodes on which it is typed."""
-
-    where: str
-    line: str
+Command = tuple[str, str]  # the nodes on which it is typed, and its line
 
 
 def commands(
@@ -32,7 +26,7 @@ def commands(
     Args:
         given: the arguments of the command that prints the plan.
     """
-    name, num_nodes = config.recipe_name, cluster.num_nodes + cluster.target_nodes
+    name, num_nodes = config.recipe_name, cluster.all_nodes
     in_ray = config.capture.source is CaptureSource.torchspec
     arguments = [one for one in given if not one.lstrip("+").startswith(_LEFT_OUT)]
     if num_nodes > 1 and not any(one.lstrip("+").startswith("output_dir=") for one in arguments):
@@ -43,7 +37,8 @@ def commands(
         torchrun += [f"TRAIN1:{_RENDEZVOUS_PORT}", "--rdzv-id", name]
     torchrun += ["train/main.py", f"recipe={name}", *arguments]
     submit = ["scripts/submit", "--nodes", str(num_nodes)]
-    found, environment = [], ""
+    found: list[Command] = []
+    environment = ""
     trains = "TRAIN1" if cluster.num_nodes == 1 else f"each of TRAIN1 to TRAIN{cluster.num_nodes}"
     if cluster.target_nodes and in_ray:
         found, environment = _of_ray(cluster, trains), f"{RAY_ADDRESS}=TARGET1:{_RAY_PORT} "
@@ -57,21 +52,21 @@ def commands(
         if per_node > 1:
             serve += ["--servers", str(per_node)]
             submit += ["--servers-per-node", str(per_node)]
-        found.append(Command(" and ".join(nodes), shlex.join(serve)))
-    found.append(Command(trains if num_nodes > 1 else "the node", environment + shlex.join(torchrun)))
+        found.append((" and ".join(nodes), shlex.join(serve)))
+    found.append((trains if num_nodes > 1 else "the node", environment + shlex.join(torchrun)))
     in_slurm = not in_ray and not config.vllm.servers
     # A job has a process on each GPU.
     if num_nodes > 1 and in_slurm and cluster.processes_per_node == max(1, cluster.gpus_per_node):
         submit += ["--gpus-per-node", str(cluster.gpus_per_node)]
-        found.append(Command("Slurm", shlex.join([*submit, f"recipe={name}", *arguments])))
+        found.append(("Slurm", shlex.join([*submit, f"recipe={name}", *arguments])))
     return found
 
 
 def _of_ray(cluster: Cluster, trains: str) -> list[Command]:
     head, gpus = f"TARGET1:{_RAY_PORT}", f"--num-gpus={cluster.gpus_per_node}"
-    found = [Command("TARGET1", f"ray start --head --port={_RAY_PORT} {gpus}")]
+    found = [("TARGET1", f"ray start --head --port={_RAY_PORT} {gpus}")]
     if cluster.target_nodes > 1:
         others = f"each of TARGET2 to TARGET{cluster.target_nodes}"
-        found.append(Command(others, f"ray start --address={head} {gpus}"))
+        found.append((others, f"ray start --address={head} {gpus}"))
     # The GPUs that train are not Ray's.
-    return [*found, Command(trains, f"ray start --address={head} --num-gpus=0")]
+    return [*found, (trains, f"ray start --address={head} --num-gpus=0")]

@@ -1,7 +1,7 @@
 """The plan of a run: the drafter's shape, the work, what it takes, and the commands that start it."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from data.target.architecture import first_layer
 from data.target.served import architecture, unserved
 from eagle31.errors import UserError
 from eagle31.model.config import DrafterConfig
-from train.config.capture import CaptureMode
 from train.config.run import RunConfig, Stage
 from train.distributed import World
 from train.drafter.shape import rope_kind
@@ -22,7 +21,7 @@ from train.plan.memory import TOLERANCE, USABLE_FRACTION, TrainerMemory, Trainer
 from train.plan.placement import TARGET_FRACTION, TargetPlacement, place_target
 from train.plan.sizes import RunSizes, trainer_settings
 from train.plan.target import TargetSize
-from train.plan.work import GpusAtWork, Hours, Work, run_hours, run_work
+from train.plan.work import Hours, Work, run_hours, run_work
 from train.tables import gigabytes
 from train.trainer.learning_rate import described
 
@@ -60,10 +59,6 @@ class Way:
     @property
     def works(self) -> bool:
         return self.refusal is None and not self.shortages
-
-    @property
-    def num_nodes(self) -> int:
-        return self.cluster.num_nodes + self.cluster.target_nodes
 
 
 @dataclass(frozen=True)
@@ -140,20 +135,12 @@ def run_way(sizes: RunSizes, work: Work, cluster: Cluster, given: Sequence[str] 
     try:
         target, writers = place_target(sizes, cluster), place_target(sizes, cluster, writing=True)
         servers = next((one for one in (target, writers) if one.server is not None), None)
-        gpus = GpusAtWork(
-            all=max(1, cluster.gpus_per_node) * (cluster.num_nodes + cluster.target_nodes),
-            train=cluster.num_ranks,
-            target=target.num_at_work,
-            write=writers.num_at_work,
-            at_once=config.capture.mode is CaptureMode.online and target.kind != "shared",
-        )
-        hours = run_hours(config, work, gpus)
+        hours = run_hours(config, work, cluster, target, writers)
         check_divisible(config.train.rows_per_step, cluster.num_ranks, config.train.row_ranks)
     except UserError as error:
         refusal = str(error)
     shortages = list(_shortages(config, cluster, memory, target))
-    works = refusal is None and not shortages
-    return Way(
+    way = Way(
         cluster=cluster,
         settings=trainer_settings(config, cluster.num_ranks),
         memory=memory,
@@ -162,10 +149,11 @@ def run_way(sizes: RunSizes, work: Work, cluster: Cluster, given: Sequence[str] 
         hours=hours,
         refusal=refusal,
         shortages=shortages,
-        commands=[]
-        if given is None or not works or target is None
-        else commands(given, config, cluster, target),
+        commands=[],
     )
+    if given is None or not way.works or target is None:
+        return way
+    return replace(way, commands=commands(given, config, cluster, target))
 
 
 def check_gpu_memory(config: RunConfig, cluster: Cluster, stages: Collection[Stage]) -> None:

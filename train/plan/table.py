@@ -30,8 +30,8 @@ def _ways(ways: list[Way]) -> list[str]:
     """Return the ways to run, with commands or the reason why they cannot work."""
     lines = []
     for way in ways:
-        gpus = way.cluster.gpus_per_node
-        lines += ["", f"  {counted(way.num_nodes, 'node')}" + (f" of {counted(gpus, 'GPU')}" if gpus else "")]
+        nodes, gpus = counted(way.cluster.all_nodes, "node"), way.cluster.gpus_per_node
+        lines += ["", f"  {nodes} of {counted(gpus, 'GPU')}" if gpus else f"  {nodes}"]
         if not way.works:
             reasons = [way.refusal] if way.refusal else map(str, way.shortages)
             lines += [f"    cannot:   {reason}" for reason in reasons]
@@ -40,10 +40,9 @@ def _ways(ways: list[Way]) -> list[str]:
             lines.append(f"    target    {way.target.where}")
         lines.append(f"    memory    {_memory_of(way)}")
         lines += [f"    {name:9} {value}" for name, value in hours_lines(way.hours)]
-        for command in way.commands:
-            lines.append(f"    on {command.where}:" if command.where != "Slurm" else "    or with Slurm:")
-            lines.append(f"      {command.line}")
-    typed = [command.line for way in ways for command in way.commands]
+        for where, line in way.commands:
+            lines += ["    or with Slurm:" if where == "Slurm" else f"    on {where}:", f"      {line}"]
+    typed = [line for way in ways for _, line in way.commands]
     if any("/shared/" in line for line in typed):
         lines += [
             "",

@@ -18,7 +18,9 @@ from train.config.data import SELF
 from train.config.plan import PlanConfig
 from train.config.run import RunConfig, Stage, waiting_bytes
 from train.config.target import TargetEngine
+from train.plan.cluster import Cluster
 from train.plan.earlier import made_with
+from train.plan.placement import TargetPlacement
 from train.plan.sizes import RunSizes
 from train.plan.target import ALONE_FRACTION, BATCHED_SEQUENCES, Parallelism
 
@@ -65,17 +67,6 @@ class Work:
     online: bool  # whether states go to training directly
     store_bytes: int | None  # of training states on disk; online, of what waits at most
     held_out_bytes: int  # of the states of held-out prompts, which are on disk in any mode
-
-
-@dataclass(frozen=True)
-class GpusAtWork:
-    """The GPUs of a run, and those at work on each part of it; on a CPU, the processes."""
-
-    all: int
-    train: int
-    target: int  # capture
-    write: int  # regenerate
-    at_once: bool  # whether the target captures while the drafter trains, on different GPUs
 
 
 @dataclass(frozen=True)
@@ -142,8 +133,10 @@ def run_work(sizes: RunSizes, summary: Mapping[str, Any]) -> Work:
     )
 
 
-def run_hours(config: RunConfig, work: Work, gpus: GpusAtWork) -> Hours:
-    """Return the hours of a run."""
+def run_hours(
+    config: RunConfig, work: Work, cluster: Cluster, target: TargetPlacement, writers: TargetPlacement
+) -> Hours:
+    """Return the hours of a run, whose target captures in one place and may write in another."""
     rate, how = config.plan.tflops_per_gpu, None
 
     def at_rate(flops: int | None, num_gpus: int) -> float | None:
@@ -151,16 +144,18 @@ def run_hours(config: RunConfig, work: Work, gpus: GpusAtWork) -> Hours:
 
     if rate is not None:
         how = f"{rate:g} TFLOP/s per GPU"
-    regenerate = None if work.completions is None else work.completions.hours(config.plan, gpus.write)
-    capture, train = at_rate(work.capture_flops, gpus.target), at_rate(work.train_flops, gpus.train)
+    completions, ranks = work.completions, cluster.num_ranks
+    regenerate = None if completions is None else completions.hours(config.plan, writers.num_at_work)
+    capture, train = at_rate(work.capture_flops, target.num_at_work), at_rate(work.train_flops, ranks)
     measured = _measured_rate(artifacts_dir(config))
     if measured is not None and work.trained_tokens is not None:
-        train = work.trained_tokens / (measured * gpus.train) / _HOUR
+        train = work.trained_tokens / (measured * ranks) / _HOUR
         how = f"measured: {measured:,.0f} tokens/s per process"
     total = gpu_tokens = None
     if regenerate is not None and capture is not None and train is not None:
-        total = regenerate + (max(capture, train) if gpus.at_once else capture + train)
-        gpu_tokens = (work.trained_tokens or 0) / (total * gpus.all)
+        at_once = work.online and target.kind != "shared"  # on different GPUs
+        total = regenerate + (max(capture, train) if at_once else capture + train)
+        gpu_tokens = (work.trained_tokens or 0) / (total * max(1, cluster.gpus_per_node) * cluster.all_nodes)
     return Hours(regenerate, capture, train, total, how, gpu_tokens)
 
 

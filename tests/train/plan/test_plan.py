@@ -116,7 +116,7 @@ def test_a_recipe_fits_the_nodes_that_its_header_names(recipe: str, tmp_path: Pa
         assert f"{described / 1e9:.0f} GB" in header(f"recipe/{recipe}")
     for way in plan.ways:
         assert way.works, (way.refusal, way.shortages)
-        assert all(command.line in table for command in way.commands)
+        assert all(line in table for _, line in way.commands)
 
 
 @pytest.mark.parametrize("recipe", SIZES)
@@ -200,7 +200,7 @@ def test_a_target_with_rope_for_each_kind_of_layer_is_planned_and_its_engine_nam
 def test_the_commands_compose_to_a_run_that_is_placed_as_planned() -> None:
     for way in planned("kimi_k2_6").ways:
         assert way.servers is not None
-        [words] = [shlex.split(one.line) for one in way.commands if one.line.startswith("torchrun")]
+        [words] = [shlex.split(line) for _, line in way.commands if line.startswith("torchrun")]
         script = words.index("train/main.py")
         options = dict(zip(words[1:script:2], words[2:script:2], strict=True))
         config = compose.composed(words[script + 1 :])
@@ -215,7 +215,7 @@ def test_the_commands_compose_to_a_run_that_is_placed_as_planned() -> None:
 def test_torchspecs_engines_have_a_node_and_ray_has_its_commands() -> None:
     one, two = planned("kimi_k2_6", "capture=torchspec").ways
     assert "torchspec.gpus_per_engine=8" in str(one.refusal)
-    assert [(command.where, command.line.split(" recipe=")[0]) for command in two.commands] == [
+    assert [(where, line.split(" recipe=")[0]) for where, line in two.commands] == [
         ("TARGET1", "ray start --head --port=6379 --num-gpus=8"),
         ("TRAIN1", "ray start --address=TARGET1:6379 --num-gpus=0"),
         ("TRAIN1", "RAY_ADDRESS=TARGET1:6379 torchrun --nproc-per-node 8 train/main.py"),
