@@ -59,10 +59,34 @@ _DELTA_NET = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+_SHARED_EXPERT = {"shared_expert_intermediate_size": 32}
+_LOCAL_EXPERTS = {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
 SMALL: dict[str, dict[str, Any]] = {
     "llama": _DENSE,
-    "qwen3_moe": _DENSE | {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
-    "gpt_oss": _DENSE | {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mistral": _DENSE,
+    "ministral3": _DENSE,
+    "qwen3": _DENSE,
+    "qwen3_moe": _DENSE | _EXPERTS,
+    "qwen3_next": _DENSE | _EXPERTS | _DELTA_NET | _SHARED_EXPERT,
+    "qwen3_5_moe_text": _DENSE | _EXPERTS | _DELTA_NET | _SHARED_EXPERT,
+    "gpt_oss": _DENSE | _LOCAL_EXPERTS,
+    "minimax_m2": _DENSE | _LOCAL_EXPERTS | {"rotary_dim": 16},
+    "minimax_m3_vl_text": _DENSE
+    | _LOCAL_EXPERTS
+    | {"dense_intermediate_size": 96, "shared_intermediate_size": 32}
+    | {"index_n_heads": 2, "index_head_dim": 32},
+    "gemma4_text": _DENSE
+    | {"num_global_key_value_heads": 1, "global_head_dim": 32, "sliding_window": 24}
+    | {"moe_intermediate_size": 32, "num_experts": 4, "top_k_experts": 2},
+    # With fewer heads, several keys have the score 0, and which of them are read depends on the padding.
+    "glm_moe_dsa": _DENSE
+    | _LATENT
+    | {"n_routed_experts": 4, "index_n_heads": 16, "index_head_dim": 96, "index_topk": 24},
+    "nemotron_h": _DENSE
+    | {"mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 16}
+    | {"n_routed_experts": 4, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32}
+    | {"num_experts_per_tok": 2},
     # How vLLM routes, which transformers does without being told.
     "deepseek_v3": {key: value for key, value in _DENSE.items() if key != "head_dim"}
     | _LATENT

@@ -148,10 +148,8 @@ def _in_servers(sizes: RunSizes, cluster: Cluster, *, writing: bool = False) -> 
         where = f"named in vllm.servers, taken to have {parallel.gpus} GPUs each"
         return _servers(sizes, "apart", len(servers), parallel, where)
     if gpus == 0:
-        nodes, kind = (
-            (cluster.target_nodes, "apart") if cluster.target_nodes else (cluster.num_nodes, "shared")
-        )
-        return _servers(sizes, kind, nodes, parallel, "on the CPU")
+        kind: Kind = "apart" if cluster.target_nodes else "shared"
+        return _servers(sizes, kind, cluster.target_nodes or cluster.num_nodes, parallel, "on the CPU")
     if cluster.target_nodes:
         _check_gpus(config, parallel, gpus, "on a node")
         _check_alone(sizes, cluster, parallel)
