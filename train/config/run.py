@@ -28,12 +28,7 @@ from train.config.export import ExportConfig
 from train.config.plan import PlanConfig
 from train.config.setting import check_settings, setting
 from train.config.target import TargetConfig, TargetEngine, check_target
-from train.config.training import (
-    DeepSpeedConfig,
-    OptimConfig,
-    TrainConfig,
-    check_deepspeed,
-)
+from train.config.training import DeepSpeedConfig, OptimConfig, TrainConfig, check_deepspeed
 from train.config.vllm import VllmConfig, check_vllm
 
 

@@ -16,18 +16,11 @@ from huggingface_hub import constants
 from data.addresses import is_url
 from data.capture.dispatch import Unavailable
 from data.capture.vllm.client import VllmClient
-from data.capture.vllm.environment import (
-    KEY_VARIABLE,
-    find_python,
-    installed_version,
-)
+from data.capture.vllm.environment import KEY_VARIABLE, find_python, installed_version
 from data.store.remote import check_protocol
 from data.target.served import architecture, serving_engines
 from eagle31.errors import UserError
-from train.config.run import (
-    RunConfig,
-    starts_vllm,
-)
+from train.config.run import RunConfig, starts_vllm
 from train.distributed import World
 from train.launch.start import (
     check_eagle3,

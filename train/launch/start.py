@@ -16,13 +16,7 @@ from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from train.artifact import artifacts_dir
 from train.config.data import SELF
-from train.config.run import (
-    RunConfig,
-    captures_in_vllm,
-    drafts_in_vllm,
-    starts_vllm,
-    uses_torchspec,
-)
+from train.config.run import RunConfig, captures_in_vllm, drafts_in_vllm, starts_vllm, uses_torchspec
 from train.config.target import EMBEDDED
 from train.config.vllm import VllmConfig
 from train.drafter.published import fetch_checkpoint
