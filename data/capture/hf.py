@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from data.target.aux_layers import check_aux_layer_ids
 from data.target.head import TargetHead
-from data.target.modules import TargetModules, layer_input
+from data.target.modules import TargetModules, layer_inputs
 from eagle31.errors import UserError
 
 _PROBE_TOKENS = 16
@@ -73,21 +73,13 @@ class HiddenStateCapture:
             outputs: layer ids, where `num_layers` is the input of the final norm, with a tensor [N, Ht] each.
         """
 
-        def keep(output: Tensor, _module: nn.Module, args: tuple, kwargs: dict) -> None:
-            states = layer_input(args, kwargs)
+        def keep(output: Tensor, states: Tensor) -> None:
             # Copied at once: with activations held, the allocator would need new memory for later ones.
             output.copy_(states.flatten(0, 1).index_select(0, real.to(states.device)))
 
-        modules = [*self.modules.layers, self.modules.final_norm]
-        handles = [
-            modules[layer_id].register_forward_pre_hook(partial(keep, output), with_kwargs=True)
-            for layer_id, output in outputs
-        ]
-        try:
+        keepers = [(layer_id, partial(keep, output)) for layer_id, output in outputs]
+        with layer_inputs(self.modules, keepers):
             self.modules.decoder(input_ids=input_ids, use_cache=False)
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def check_head(capture: HiddenStateCapture, head: TargetHead) -> None:

@@ -3,10 +3,10 @@
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from data.target.modules import TargetModules, layer_input
+from data.target.modules import TargetModules, layer_inputs
 
 
 class TargetDecoder:
@@ -45,22 +45,9 @@ class TargetDecoder:
         """Append int64 [n]; return logits [n, V] and aux hidden states [n, A, Ht] in the target's dtype."""
         self._token_ids = torch.cat([self._token_ids, token_ids.cpu()])
         states: dict[int, Tensor] = {}
-
-        def keep(layer_id: int, _module: nn.Module, args: tuple, kwargs: dict) -> None:
-            states[layer_id] = layer_input(args, kwargs)[0]
-
-        num_layers = len(self.modules.layers)
-        hooked = [
-            (i, self.modules.layers[i] if i < num_layers else self.modules.final_norm)
-            for i in self.aux_layer_ids
-        ]
-        handles = [m.register_forward_pre_hook(partial(keep, i), with_kwargs=True) for i, m in hooked]
-        try:
+        with layer_inputs(self.modules, [(i, partial(states.__setitem__, i)) for i in self.aux_layer_ids]):
             output = self.model(
                 input_ids=token_ids.to(self.device)[None], past_key_values=self.cache, use_cache=True
             )
-        finally:
-            for handle in handles:
-                handle.remove()
-        aux = torch.stack([states[i].to(token_ids.device) for i in self.aux_layer_ids], dim=1)
+        aux = torch.stack([states[i][0].to(token_ids.device) for i in self.aux_layer_ids], dim=1)
         return output.logits[0].to(token_ids.device), aux

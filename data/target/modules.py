@@ -1,7 +1,9 @@
 """Finding the decoder layers, final norm, embedding and lm_head of a target."""
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -46,10 +48,25 @@ def locate(model: PreTrainedModel) -> TargetModules:
     raise UserError("target.model", model.config._name_or_path, remedy)
 
 
-def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the input of a layer or the final norm, [B, T, Ht], from what a forward pre-hook receives.
+@contextmanager
+def layer_inputs(
+    modules: TargetModules, keepers: Iterable[tuple[int, Callable[[Tensor], None]]]
+) -> Iterator[None]:
+    """Give the inputs of layers, [B, T, Ht], to functions while the model runs.
 
     Of several residual streams it is the mean, as in vLLM's aux hidden states (models/deepseek_v4).
+
+    Args:
+        keepers: layer ids, where `num_layers` is the final norm, with a function each.
     """
-    states: Tensor = args[0] if args else kwargs["hidden_states"]
-    return states.mean(dim=2) if states.dim() == 4 else states
+
+    def give(keep: Callable[[Tensor], None], _module: nn.Module, args: tuple, kwargs: dict) -> None:
+        states: Tensor = args[0] if args else kwargs["hidden_states"]
+        keep(states.mean(dim=2) if states.dim() == 4 else states)
+
+    hooked = [*modules.layers, modules.final_norm]
+    with ExitStack() as hooks:
+        for layer_id, keep in keepers:
+            hook = hooked[layer_id].register_forward_pre_hook(partial(give, keep), with_kwargs=True)
+            hooks.enter_context(hook)
+        yield
