@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from xdist.remote import Producer
 
 os.environ["WANDB_MODE"] = "disabled"  # whatever key its user has
 os.environ["HF_TOKEN_PATH"] = os.devnull  # where `hf auth login` keeps a token
 gc.disable()  # what the tests import lives as long as the session, so no collection needs to visit it
 
 from data.capture.vllm.environment import ROOT, find_python
-from tests.order import QuickAfterSlow, arrange
+from tests.order import arrange
 from tests.workers import fork_workers
 
 
@@ -31,11 +30,6 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("suite")
     if config.getoption("tx", None) and not hasattr(config, "workerinput"):
         fork_workers()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> QuickAfterSlow:
-    return QuickAfterSlow(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,8 +1,6 @@
 """The order of the test files: slow ones first, so that all workers end at about the same time."""
 
 import pytest
-from xdist.scheduler import LoadFileScheduling
-from xdist.workermanage import WorkerController
 
 # By decreasing time, but first some that do not need vLLM, whose environment takes two minutes where it is
 # missing.
@@ -39,21 +37,4 @@ SLOW = (
 def arrange(items: list[pytest.Item]) -> None:
     """Sort collected tests by file; within a file they keep their order."""
     rank = {name: index for index, name in enumerate(SLOW)}
-    items.sort(key=lambda item: rank.get(file_of(item), len(rank)))
-
-
-def file_of(item: pytest.Item) -> str:
-    return item.nodeid.partition("::")[0]
-
-
-class QuickAfterSlow(LoadFileScheduling):
-    """Gives each worker whole files. While a slow one runs there, the file that waits for it is a quick one.
-
-    A worker gets its next file before the last two tests of the one that it has.
-    """
-
-    def _assign_work_unit(self, node: WorkerController) -> None:
-        assigned = self.assigned_work.get(node, {})
-        if any(name in SLOW and not all(done.values()) for name, done in assigned.items()):
-            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
-        super()._assign_work_unit(node)
+    items.sort(key=lambda item: rank.get(item.nodeid.partition("::")[0], len(rank)))

@@ -66,7 +66,3 @@ def test_the_model_knows_no_launcher() -> None:
     for file in python_files("eagle31"):
         packages = {module.split(".")[0] for module in imported_modules(file)}
         assert not packages & {"hydra", "omegaconf", "deepspeed", "wandb", "transformers"}, file
-
-
-def test_main_stays_short() -> None:
-    assert len((ROOT / "train" / "main.py").read_text().splitlines()) < 80

@@ -5,132 +5,112 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from data.embedded.target import EmbeddedTarget
-from tests.bad_input.commands import Case, CheckCase, each, link
+from tests.bad_input.commands import Case, each
+from tests.data.conversations.jsonl_files import write_jsonl
 from tests.train.small_run import RECIPE, arguments
 
-INSPECT = "scripts/inspect_data"
-TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-ALL = f"{{% for m in messages %}}{TURN}{{% endfor %}}"
-PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-FORTY = [
-    {
-        "messages": [
-            {"role": "user", "content": f"what is {i}"},
-            {"role": "assistant", "content": f"it is {i}"},
-        ]
-    }
-    for i in range(40)
-]
+ALL = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+PROMPT_OF_ANOTHER_ROLE = "{% if add_generation_prompt %}<|im_start|>bot\n{% endif %}"
+TEMPLATE = "target.chat_template=t.jinja"
 
 
-def written(source: str | bytes) -> Callable[[Path], None]:
-    def prepare(directory: Path) -> None:
-        data = source.encode() if isinstance(source, str) else source
-        (directory / "t.jinja").write_bytes(data)
+@pytest.fixture(autouse=True)
+def files(small_target: EmbeddedTarget, tmp_path: Path) -> None:
+    """A target and forty conversations, under the names that the cases have for them."""
+    (tmp_path / "target").symlink_to(small_target.model, target_is_directory=True)
+    messages = [
+        [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "it"}] for i in range(40)
+    ]
+    write_jsonl(tmp_path / "train.jsonl", [{"messages": one} for one in messages])
 
-    return prepare
+
+def template(source: str) -> Callable[[Path], None]:
+    return lambda directory: (directory / "t.jinja").write_text(source) and None
 
 
-def inspected(name: str, source: str | bytes, *says: str) -> Case:
+def inspected(name: str, source: str, *says: str) -> Case:
     """Return the case of a template in scripts/inspect_data."""
     given = ("train.jsonl", "--tokenizer", "target", "--chat-template", "t.jinja")
-    return Case(name, given, ("error: --chat-template=", *says), written(source), INSPECT)
+    return Case(name, given, ("error: --chat-template=", *says), template(source), "scripts/inspect_data")
 
 
-TEMPLATES = [
-    inspected("raises", "{{ raise_exception('no system prompt') }}", "no system prompt"),
-    inspected("reads_internals", "{{ ''.__class__.__mro__ }}", "is unsafe"),
-    inspected("prompts_another_role", ALL + PROMPT.replace("assistant", "bot"), "--regenerate"),
-]
+@each(
+    [
+        inspected("raises", "{{ raise_exception('no system prompt') }}", "no system prompt"),
+        inspected("reads_internals", "{{ ''.__class__.__mro__ }}", "is unsafe"),
+        inspected("prompts_another_role", ALL + PROMPT_OF_ANOTHER_ROLE, "--regenerate"),
+    ]
+)
+def test_a_template_that_cannot_be_used_is_named(case: Case, tmp_path: Path) -> None:
+    case.check(tmp_path)
 
 
-@each(TEMPLATES)
-def test_a_template_that_cannot_be_used_is_named(
-    case: Case, check_case: CheckCase, small_target: EmbeddedTarget, tmp_path: Path
-) -> None:
-    link(tmp_path / "target", small_target.model)
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, FORTY)))
-    check_case(case)
+def without(name: str, **tokenizer_config: str) -> Callable[[Path], None]:
+    """Return what makes a copy of the target that lacks a file, and changes its tokenizer_config.json."""
 
-
-def own_target(directory: Path) -> None:
-    target = directory / "target"
-    source = target.resolve()
-    target.unlink()
-    shutil.copytree(source, target)
-
-
-def without(*names: str, tokenizer_class: str | None = None) -> Callable[[Path], None]:
     def prepare(directory: Path) -> None:
-        own_target(directory)
-        for name in names:
-            (directory / "target" / name).unlink()
-        if tokenizer_class is not None:
-            config = {"tokenizer_class": tokenizer_class, "chat_template": ALL}
-            (directory / "target" / "tokenizer_config.json").write_text(json.dumps(config))
+        target = directory / "target"
+        source = target.resolve()
+        target.unlink()
+        shutil.copytree(source, target)
+        (target / name).unlink()
+        if tokenizer_config:
+            (target / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
 
     return prepare
-
-
-def run(
-    name: str, says: tuple[str, ...], *overrides: str, prepare: Callable[[Path], None] = lambda _: None
-) -> Case:
-    """Return the case of the data stage of a small run, with settings that replace its own."""
-    return Case(name, overrides, says, prepare)
-
-
-def template_run(name: str, source: str, *says: str) -> Case:
-    return run(name, says, "target.chat_template=t.jinja", prepare=written(source))
 
 
 RUNS = [
-    template_run("no_answers", "hello", "error: target.chat_template=t.jinja", "does the template write"),
-    run(
+    Case(
+        "no_answers",
+        (TEMPLATE,),
+        ("error: target.chat_template=t.jinja", "does the template write"),
+        template("hello"),
+    ),
+    Case(
         "no_template",
+        (),
         ("error: target.chat_template=None", "no chat template"),
-        prepare=without("chat_template.jinja"),
+        without("chat_template.jinja"),
     ),
-    run(
+    Case(
         "empty_tokenizer",
+        (),
         ("error: target.model=target: ", "no vocabulary"),
-        prepare=without("tokenizer.json", tokenizer_class="LlamaTokenizer"),
+        without("tokenizer.json", tokenizer_class="LlamaTokenizer", chat_template=ALL),
     ),
-    run(
+    Case(
         "no_user_turn",
+        ("data.train=self", "data.regenerate.enabled=true", TEMPLATE),
         ("error: data.train=self: ", "no special token at the end"),
-        "data.train=self",
-        "data.regenerate.enabled=true",
-        "target.chat_template=t.jinja",
-        prepare=written("{% for m in messages %}{{ m.role }}\n{{ m.content }}\n{% endfor %}"),
+        template("{% for m in messages %}{{ m.role }}\n{{ m.content }}\n{% endfor %}"),
     ),
-    run("aux_layer_beyond_the_end", ("drafter.aux_layer_ids=[1, 2, 5]: ",), "drafter.aux_layer_ids=[1,2,5]"),
-    run(
+    Case(
+        "aux_layer_beyond_the_end", ("drafter.aux_layer_ids=[1,2,5]",), ("drafter.aux_layer_ids=[1, 2, 5]: ",)
+    ),
+    Case(
         "positions_below_the_samples",
+        ("drafter.max_position_embeddings=8",),
         ("drafter.max_position_embeddings=8: ", "data.max_tokens=256"),
-        "drafter.max_position_embeddings=8",
     ),
-    run(
+    Case(
         "rows_too_short",
+        ("train.row_tokens=40", "data.max_tokens=40"),
         ("error: train.row_tokens=40: ", "held-out"),
-        "train.row_tokens=40",
-        "data.max_tokens=40",
     ),
-    run(
+    Case(
         "argument_of_ours",
+        ("data.template_kwargs.add_generation_prompt=true",),
         ("data.template_kwargs.add_generation_prompt=True: ",),
-        "data.template_kwargs.add_generation_prompt=true",
     ),
 ]
 
 
 @each(RUNS)
-def test_a_run_names_what_does_not_fit_before_it_reads_the_data(
-    case: Case, check_case: CheckCase, small_target: EmbeddedTarget, tmp_path: Path
-) -> None:
-    link(tmp_path / "target", small_target.model)
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, FORTY)))
+def test_a_run_names_what_does_not_fit_before_it_reads_the_data(case: Case, tmp_path: Path) -> None:
     given = EmbeddedTarget(Path("target"), Path("train.jsonl"), Path("none"))
-    settings = [*arguments(given, Path("run")), "stages=[data]"]
-    check_case(Case(case.name, (f"recipe={RECIPE}", *settings, *case.arguments), case.says, case.prepare))
+    case.check(tmp_path, f"recipe={RECIPE}", *arguments(given, Path("run")), "stages=[data]")
     assert not list(tmp_path.glob("run/artifacts/data-*/train"))

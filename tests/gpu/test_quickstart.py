@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from data.cache import cache_directory
-from data.capture.vllm.plugin.cache_copy import CacheReader
 from data.embedded.target import ensure_embedded_target
 from data.store import HiddenStateStore
 from eagle31.json_files import read_json
@@ -90,18 +89,6 @@ def require_two(check: Check) -> None:
 @pytest.mark.at_most(20)
 def test_the_export_is_valid(quickstart: Path) -> None:
     run([sys.executable, "scripts/validate_export", str(quickstart / "export"), "--target", target()])
-
-
-@pytest.mark.at_most(10)
-def test_the_copy_from_vllms_cache_is_exact(check: Check) -> None:
-    cache = torch.randn(256, 4, 16, 512, device=check.device).to(
-        torch.bfloat16
-    )  # blocks, layers, slots, width
-    blocks = torch.randperm(256)[:200].tolist()
-    num_tokens = len(blocks) * 16 - 5
-    copy = CacheReader(cache).copy(blocks, num_tokens)
-    copy.wait()
-    assert torch.equal(copy.states, cache.cpu()[blocks].transpose(1, 2).flatten(0, 1)[:num_tokens])
 
 
 @pytest.mark.at_most(110)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import current_flash_attention_impl
 
-from eagle31.cost.flops import StepCounts, count_step, step_flops
-from eagle31.model.config import DrafterConfig
+from eagle31.cost.flops import count_step, step_flops
 from eagle31.model.frozen import FrozenParts
 from eagle31.model.shapes import MlaShape
 from eagle31.training.reference import reference_loss
@@ -182,22 +181,8 @@ def test_a_step_takes_the_memory_that_the_plan_says(check: Check, figure: Figure
     figure("forward, backward and update", 1000 * seconds, "ms")
     figure("tokens per second", settings.row_tokens / seconds)
     flops = step_flops(shape, counts, head_trained=settings.train_lm_head).total
-    best = max(product_rate(size, device) for size in gemm_sizes(shape, counts))
     figure("rate of the step", flops / seconds / 1e12, "TFLOP/s")
-    figure("part of the best rate of its products alone", flops / seconds / best)
     engine.destroy()
-
-
-def gemm_sizes(config: DrafterConfig, counts: StepCounts) -> list[tuple[int, int, int]]:
-    """Return (m, k, n) of the step's main products [m, k] @ [k, n]."""
-    hidden, first = config.hidden_size, counts.rows[0]
-    return [
-        (counts.keys, len(config.aux_layer_ids) * config.target_hidden_size, hidden),
-        (first, hidden, config.num_attention_heads * config.head_dim),
-        (first, hidden, config.intermediate_size),
-        (first, config.intermediate_size, hidden),
-        (first, hidden, config.draft_vocab_size),
-    ]
 
 
 def sizes_of(check: Check, recipe: str) -> tuple[RunSizes, Any, int]:
@@ -228,11 +213,3 @@ def wait(device: torch.device) -> None:
 def allocated(device: torch.device) -> int:
     gc.collect()
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def product_rate(size: tuple[int, int, int], device: torch.device) -> float:
-    """Return the FLOPs per second of a product [m, k] @ [k, n]."""
-    m, k, n = size
-    a, b = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in ((m, k), (k, n)))
-    a @ b
-    return 2 * m * k * n / statistics.median(timed(lambda: a @ b, device) for _ in range(3))

@@ -77,14 +77,6 @@ def test_a_step_without_rows_runs_no_attention() -> None:
     assert calls[0] == calls[1] > 0
 
 
-def test_a_copy_to_the_host_is_waited_for() -> None:
-    with PretendedGpu() as gpu:
-        on_gpu = host_batch(configuration("gqa"), BF16).to(CUDA)
-        before = len(gpu.waits)
-        on_gpu.to(torch.device("cpu"))
-    assert [wait[0] for wait in gpu.waits[before:]] == ["to host"] * 6
-
-
 def test_pinned_states_are_copied_without_the_host() -> None:
     rows = torch.tensor([3, 4, 5, 20, 21, 40])
     with PretendedGpu() as gpu:

@@ -5,7 +5,7 @@ import pytest
 from eagle31.errors import UserError
 from eagle31.export.config_json import config_json
 from eagle31.export.layouts import Layout, Verifier
-from tests.eagle31.tiny import MLA, QK_NORM, tiny_config
+from tests.eagle31.tiny import tiny_config
 
 VERIFIER = Verifier("org/target", ("Qwen3ForCausalLM",), 3)
 
@@ -38,23 +38,6 @@ def test_sglang_reads_ids_that_are_one_lower() -> None:
     assert raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3]
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"norm_before_residual": True}, "norm_before_residual"),
-        ({"sliding_window": 9}, "sliding_window"),
-        ({"attention_bias": True}, "attention_bias"),
-        (QK_NORM, "attention"),
-        (MLA | {"num_hidden_layers": 2}, "num_hidden_layers"),
-        ({"aux_layer_ids": (2,), "target_hidden_size": 16}, "aux_layer_ids"),
-    ],
-)
-def test_what_sglang_would_leave_out_is_refused(changes: dict, field: str) -> None:
-    with pytest.raises(UserError) as raised:
-        config_json(tiny_config(**changes), Layout.sglang, "float32")
-    assert raised.value.field == f"drafter.{field}"
-
-
-def test_mla_has_no_speculators_layout() -> None:
-    with pytest.raises(UserError, match=r"export\.layout"):
-        config_json(tiny_config(**MLA), Layout.speculators, "float32", VERIFIER)
+def test_states_of_the_drafters_width_that_sglang_would_take_without_fc_are_refused() -> None:
+    with pytest.raises(UserError, match=r"drafter\.aux_layer_ids="):
+        config_json(tiny_config(aux_layer_ids=(2,), target_hidden_size=16), Layout.sglang, "float32")

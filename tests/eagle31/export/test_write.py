@@ -12,6 +12,7 @@ from eagle31.export.layouts import Layout
 from eagle31.export.read import load_export
 from eagle31.export.write import write_export
 from eagle31.model.vocab import DraftVocab, build_draft_vocab
+from tests.eagle31.export.exports import export
 from tests.eagle31.tiny import VOCAB, tiny_config, tiny_drafter
 
 CPU = torch.device("cpu")
@@ -22,20 +23,13 @@ def vocab_of(size: int) -> DraftVocab:
     return build_draft_vocab(counts, size, [0])
 
 
-def export(
-    directory: Path, dtype: str = "float32", **changes: object
-) -> tuple[dict, torch.Tensor, DraftVocab]:
-    config = tiny_config(**changes)
-    drafter, frozen = tiny_drafter(config, torch.float32)
-    vocab = vocab_of(config.draft_vocab_size)
-    embed = frozen.embed_tokens.to(torch.bfloat16)
-    state = {name: p.detach() for name, p in drafter.named_parameters()}
-    write_export(directory, config, state, vocab, embed, dtype=dtype, provenance={"target": "x"})
-    return state, embed, vocab
-
-
 def test_weights_in_bf16_are_read_back(tmp_path: Path) -> None:
-    state, embed, vocab = export(tmp_path / "e", "bfloat16", num_hidden_layers=2)
+    config = tiny_config(num_hidden_layers=2)
+    drafter, frozen = tiny_drafter(config, torch.float32)
+    vocab, embed = vocab_of(config.draft_vocab_size), frozen.embed_tokens.to(torch.bfloat16)
+    state = {name: p.detach() for name, p in drafter.named_parameters()}
+    provenance = {"target": "x"}
+    write_export(tmp_path / "e", config, state, vocab, embed, dtype="bfloat16", provenance=provenance)
     loaded = load_export(tmp_path / "e", CPU)
     for name, parameter in loaded.drafter.named_parameters():
         assert torch.equal(parameter, state[name].bfloat16().float()), name
