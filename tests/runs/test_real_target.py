@@ -24,8 +24,8 @@ from eagle31.json_files import read_json, write_json
 from tests.runs.forked import ROOT
 from tests.runs.here import run_command
 from train.config.compose import composed
-from train.engines.serving import DecodeJob, EngineSpec, draft_room, run_jobs
 from train.evaluation.parity import Reference
+from train.evaluation.serving import DecodeJob, EngineSpec, draft_room, run_jobs
 from train.plan.sizes import RunSizes
 from train.plan.work import data_summary, run_work
 

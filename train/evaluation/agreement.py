@@ -13,7 +13,7 @@ from eagle31.decoding.rounding import gaps_and_bounds
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.teacher_forced import logits_of_drafts
-from train.engines.serving import PlacedDraft, Served, common_length
+from train.evaluation.serving import PlacedDraft, Served, common_length
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from eagle31.json_files import read_json, write_json
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from train.engines.serving import Served, acceptance, placed_drafts
 from train.evaluation.agreement import compare_served
 from train.evaluation.completing import CompletingTarget, packed
 from train.evaluation.replay import MAX_DRAFT_TOKENS, sampling_report
+from train.evaluation.serving import Served, acceptance, placed_drafts
 
 Candidate = tuple[Drafter, FrozenParts]
 Samples = Iterable[tuple[int, CapturedSample]]  # the prompt's place among those that were decoded

@@ -11,12 +11,12 @@ from data.target.parts import TargetParts
 from data.target.spec import TargetSpec
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.export.read import LoadedExport
-from train.engines.serving import Served, acceptance
 from train.evaluation.agreement import Agreement, Difference, compare_served, describe_counts
 from train.evaluation.completing import CompletingTarget, packed
 from train.evaluation.intervals import over_prompts
 from train.evaluation.measure import Candidate, candidate_of
 from train.evaluation.replay import replay_greedily
+from train.evaluation.serving import Served, acceptance
 from train.tables import aligned
 
 _NUM_SHOWN = 8  # differences in a list

@@ -30,8 +30,8 @@ from eagle31.export.published_config import read_config
 from eagle31.json_files import read_json
 from train.artifact import MANIFEST
 from train.config.run import Stage
-from train.engines.serving import EngineSpec, draft_room
 from train.evaluation.measure import common_positions
+from train.evaluation.serving import EngineSpec, draft_room
 
 Prompts = list[list[int]]
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from train.engines.serving import failure, run_worker
 from train.evaluation.intervals import Floats, over_prompts
+from train.evaluation.serving import failure, run_worker
 from train.evaluation.serving_inputs import Inputs
 
 PLAIN = 0  # the draft length of the engine without the drafter

@@ -11,7 +11,9 @@ from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.errors import UserError
 from train.config.run import Stage
 from train.context import RunContext
-from train.engines.serving import (
+from train.evaluation.measure import Conditions, DecodedSubset, common_positions
+from train.evaluation.replay import PromptAcceptance
+from train.evaluation.serving import (
     GREEDY,
     DecodedPass,
     DecodeJob,
@@ -23,8 +25,6 @@ from train.engines.serving import (
     require,
     run_jobs,
 )
-from train.evaluation.measure import Conditions, DecodedSubset, common_positions
-from train.evaluation.replay import PromptAcceptance
 
 NUM_AT_A_TIME = 8  # prompts that an engine decodes concurrently
 

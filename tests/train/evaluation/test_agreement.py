@@ -11,13 +11,13 @@ from eagle31.decoding.speculative import new_sequence
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
-from train.engines.serving import PlacedDraft, Served
 from train.evaluation.agreement import (
     Difference,
     compare_drafts,
     compare_served,
     compare_tokens,
 )
+from train.evaluation.serving import PlacedDraft, Served
 
 NUM_PROMPT_TOKENS, NUM_TOKENS, K = 6, 40, 3
 

@@ -15,7 +15,9 @@ from tests.data.capture.vllm.targets import COMMON, KV_CACHE_BYTES, VOCAB_SIZE
 from tests.train.torchrun import composed
 from train.context import RunContext
 from train.distributed import World
-from train.engines.serving import (
+from train.evaluation import vllm as vllm_evaluation
+from train.evaluation.measure import Conditions, without_vllm
+from train.evaluation.serving import (
     Counters,
     DecodedPass,
     DecodeJob,
@@ -25,8 +27,6 @@ from train.engines.serving import (
     require,
     run_jobs,
 )
-from train.evaluation import vllm as vllm_evaluation
-from train.evaluation.measure import Conditions, without_vllm
 from train.evaluation.vllm import decode_with_mtp_head
 
 CONDITIONS = Conditions(draft_tokens=4, max_new_tokens=40, eos_token_ids=(2,), temperature=0.0, seed=0)

@@ -3,7 +3,8 @@
 import pytest
 
 from eagle31.errors import UserError
-from train.engines.serving import (
+from train.evaluation.measure import Conditions
+from train.evaluation.serving import (
     Counters,
     DecodedPass,
     EngineFailure,
@@ -12,7 +13,6 @@ from train.engines.serving import (
     acceptance,
     draft_room,
 )
-from train.evaluation.measure import Conditions
 from train.evaluation.vllm import (
     check_recorded,
     fitting_prompts,

@@ -15,7 +15,8 @@ from eagle31.export.read import load_export
 from tests.data.capture.vllm.targets import KV_CACHE_BYTES
 from tests.train.parity.parity_cases import CASES, SCALED_FROM, target_path
 from train.drafter.published import target_defaults
-from train.engines.serving import (
+from train.evaluation.parity import Comparison, Reference
+from train.evaluation.serving import (
     DecodedPass,
     DecodeJob,
     EngineSpec,
@@ -23,7 +24,6 @@ from train.engines.serving import (
     Served,
     draft_room,
 )
-from train.evaluation.parity import Comparison, Reference
 
 CPU = torch.device("cpu")
 K = 4

@@ -18,8 +18,8 @@ from tests.train.parity.parity_cases import (
     export_path,
 )
 from tests.train.parity.published import as_published
-from train.engines.serving import DecodeJob, JobResult, run_jobs
 from train.evaluation.parity import Comparison
+from train.evaluation.serving import DecodeJob, JobResult, run_jobs
 
 pytestmark = pytest.mark.timeout(7200)
 MIN_DRAFTS = {"V1": 200, "V2": 20}

@@ -21,10 +21,10 @@ from train.config.run import Stage, needed_stages
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.distributed import World
-from train.engines.serving import DecodeJob, JobResult, run_jobs
 from train.evaluation import completing, measure
 from train.evaluation import vllm as vllm_evaluation
 from train.evaluation.parity import Reference
+from train.evaluation.serving import DecodeJob, JobResult, run_jobs
 from train.pipeline import run_stages, unfinished_stages
 from train.stages.report import run_report
 

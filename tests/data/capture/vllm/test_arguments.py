@@ -15,7 +15,7 @@ from eagle31.errors import UserError
 from eagle31.json_files import read_json
 from tests.data.capture.vllm.servers import INFO
 from tests.data.target.tiny_target import save_target
-from train.engines.serving import EngineSpec
+from train.evaluation.serving import EngineSpec
 
 
 @pytest.mark.parametrize(

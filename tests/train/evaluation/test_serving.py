@@ -9,8 +9,8 @@ import pytest
 
 from data.capture.vllm.environment import SETUP, find_python
 from eagle31.errors import UserError
-from train.engines import serving_worker
-from train.engines.serving import (
+from train.evaluation import serving_worker
+from train.evaluation.serving import (
     WORKER,
     DecodeJob,
     EngineFailure,
