@@ -107,22 +107,6 @@ def test_chunks_without_gradients_are_not_differentiated(monkeypatch: pytest.Mon
     torch.testing.assert_close(sums.stacked(), expected_sums.stacked(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["eagle3.1", "mla", "window of 3", "norms of queries and keys, two layers"])
-def test_chunks_give_the_gradients_of_the_whole_row(name: str) -> None:
-    config = tiny_config(**VARIANTS[name])
-    drafter, frozen = tiny_drafter(config)
-    batch = random_batch((70, 5, 90), config, seed=3, padding=4)
-    expected = results(rollout_loss, drafter, frozen, batch, num_steps=5)
-    for chunk_rows in (1, 32):
-        schedule = schedule_batch(batch, 5, key_reach=config.key_reach, chunk_rows=chunk_rows)
-        assert len(schedule.chunks) > 1
-        found = results(rollout_loss, drafter, frozen, batch, num_steps=5, schedule=schedule)
-        torch.testing.assert_close(found[0], expected[0], rtol=1e-12, atol=0)
-        torch.testing.assert_close(found[1].stacked(), expected[1].stacked(), rtol=1e-12, atol=1e-12)
-        for grad, want in zip(found[2], expected[2], strict=True):
-            torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-10 * float(want.abs().max()))
-
-
 def test_sampled_rows_have_the_gradients_and_metrics_of_all_on_average() -> None:
     drafter, frozen = tiny_drafter(tiny_config())
     batch = random_batch((9, 20), tiny_config(), seed=3, padding=4)
