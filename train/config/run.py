@@ -3,13 +3,11 @@
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-from data.addresses import is_loopback
 from data.capture.transport.spool import MEMORY
 from eagle31.choice import Choice
 from eagle31.cost.devices import computes_natively
@@ -158,13 +156,12 @@ def states_directory(config: RunConfig) -> Path | None:
     Servers that the run starts are on the nodes of their ranks, and so is a server under a loopback
     address: their states wait in memory. Other servers and the ranks share the output directory.
     """
-    capture, servers = config.capture, config.vllm.servers
+    capture = config.capture
     if capture.source is not CaptureSource.vllm:
         return None
     if capture.spool_dir is not None:
         return Path(capture.spool_dir).absolute()
-    here = all(is_loopback(urlsplit(url).hostname) for url in servers)
-    return MEMORY if here else Path(config.output_dir).absolute() / "spool"
+    return Path(config.output_dir).absolute() / "spool" if config.vllm.remote_servers else MEMORY
 
 
 def waiting_bytes(config: RunConfig) -> int:

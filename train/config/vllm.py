@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from data.addresses import is_loopback
 from eagle31.errors import UserError
 from train.config.setting import setting
 
@@ -33,6 +34,11 @@ class VllmConfig:
         "{tensor_parallel_size: 8}. The plan chooses gpu_memory_utilization where it is not given; a given "
         "one holds for the evaluation in vLLM too.",
     )
+
+    @property
+    def remote_servers(self) -> list[str]:
+        """The servers that are on other machines."""
+        return [url for url in self.servers if not is_loopback(urlsplit(url).hostname)]
 
 
 def check_vllm(vllm: VllmConfig) -> None:

@@ -22,14 +22,7 @@ from data.target.served import architecture, serving_engines
 from eagle31.errors import UserError
 from train.config.run import RunConfig, starts_vllm
 from train.distributed import World
-from train.launch.start import (
-    check_eagle3,
-    check_environment,
-    check_here,
-    check_start,
-    named_sources,
-    remote_servers,
-)
+from train.launch.start import check_eagle3, check_environment, check_here, check_start, named_sources
 from train.plan.disk import cached_repositories, disks, download_bytes, host_memory
 from train.plan.plan import make_plan
 from train.plan.sizes import RunSizes
@@ -210,7 +203,7 @@ async def _servers(config: RunConfig) -> list[Check]:
 
 def _credentials(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Iterator[Check]:
     """Yield keys and tokens that the run uses. None is ever printed."""
-    if remote_servers(config.vllm):
+    if config.vllm.remote_servers:
         remedy = "" if environment.get(KEY_VARIABLE) else "Export it as where the servers were started."
         yield Check(KEY_VARIABLE, LACKING if remedy else OK, "not set" if remedy else "set", remedy)
     check = _asked("W&B", check_wandb, "")

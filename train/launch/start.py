@@ -4,9 +4,8 @@ import os
 import socket
 import tempfile
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from data.addresses import is_loopback, is_url
+from data.addresses import is_url
 from data.capture.torchspec.engines import check_installed
 from data.capture.vllm.environment import check_served, find_python
 from data.conversations.files import is_file
@@ -18,7 +17,6 @@ from train.artifact import artifacts_dir
 from train.config.data import SELF
 from train.config.run import RunConfig, captures_in_vllm, drafts_in_vllm, starts_vllm, uses_torchspec
 from train.config.target import EMBEDDED
-from train.config.vllm import VllmConfig
 from train.drafter.published import fetch_checkpoint
 from train.plan.disk import existing
 from train.plan.target import planned_config
@@ -125,11 +123,6 @@ def check_port(field: str, port: int, host: str = "127.0.0.1") -> None:
             f"Nothing can listen on {host}:{port} ({reason}); give another port, or end the program there."
         )
         raise UserError(field, port, remedy) from None
-
-
-def remote_servers(vllm: VllmConfig) -> list[str]:
-    """Return the URLs of the recipe's servers that are on other machines."""
-    return [url for url in vllm.servers if not is_loopback(urlsplit(url).hostname)]
 
 
 def named_sources(config: RunConfig) -> dict[str, str]:

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
-from data.addresses import is_loopback
 from data.capture.vllm.arguments import check_final_states
 from eagle31.errors import UserError
 from train.config.capture import CaptureMode, CaptureSource
@@ -141,10 +139,10 @@ def _in_servers(sizes: RunSizes, cluster: Cluster, *, writing: bool = False) -> 
     if gpus and config.target.engine is TargetEngine.vllm and Stage.evaluate in config.stages:
         _check_gpus(config, parallel, gpus, "on a node that trains and evaluates")
     if servers:
-        for url in servers:
-            if cluster.num_nodes > 1 and is_loopback(urlsplit(url).hostname):
-                remedy = "Other nodes of this run cannot reach a loopback address; give the node's address."
-                raise UserError("vllm.servers", url, remedy)
+        local = set(servers).difference(config.vllm.remote_servers)
+        if local and cluster.num_nodes > 1:
+            remedy = "Other nodes of this run cannot reach a loopback address; give the node's address."
+            raise UserError("vllm.servers", min(local), remedy)
         where = f"named in vllm.servers, taken to have {parallel.gpus} GPUs each"
         return _servers(sizes, "apart", len(servers), parallel, where)
     if gpus == 0:
