@@ -109,6 +109,7 @@ def test_the_processes_of_a_node_share_its_cores(num_cores: int, processes: str 
     set_thread_defaults(environment, num_cores, has_gpu=False)
     assert environment["OMP_NUM_THREADS"] == threads
     assert environment["DS_ACCELERATOR"] == "cpu"
+    assert environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "8"
 
 
 @pytest.mark.parametrize(

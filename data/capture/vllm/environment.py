@@ -48,7 +48,8 @@ sys.exit(0 if supports_eagle3(model) else int(sys.argv[2]))
 _NOT_SERVED = 3
 _OURS = (
     *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_ENABLE_V1_MULTIPROCESSING"),
-    *("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"),  # of train.command, for GNU's OpenMP
+    # Of train.command, for GNU's OpenMP and for training.
+    *("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"),
 )
 
 # A prompt may fill all the positions of the target: the token after it is never computed.
