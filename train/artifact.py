@@ -17,7 +17,7 @@ from datasets import Dataset, load_from_disk
 from data.locks import holder, lock, try_lock
 from eagle31.errors import UserError
 from eagle31.json_files import read_json_object, write_json
-from train.config.run import RunConfig
+from train.config.run import RunConfig, Stage
 
 MANIFEST = "stage.json"
 EXPORT, TRAINING = "export", "training"  # links in the output directory
@@ -28,6 +28,7 @@ _LEFTOVER = re.compile(r"\..+\.partial|\.tmp\w{6}")
 # Whoever writes a store looks after its leftovers.
 _OF_WRITERS = re.compile(r"\.shard-.*")
 _REFUSED = "refused"
+_ARTIFACTS = "artifacts"  # in an output directory, unless the settings name another
 
 
 def fingerprint(inputs: dict[str, Any]) -> str:
@@ -88,7 +89,7 @@ class Artifact:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other runs from making this result; wait for one that is making it."""
-        path = self.directory.parent / f".{self.key}.lock"
+        path = _lock_of(self.directory)
         path.parent.mkdir(parents=True, exist_ok=True)
         taken = try_lock(path)
         if taken is None:
@@ -183,7 +184,7 @@ def artifacts_dir(config: RunConfig) -> Path:
         training = named_training(config.train.continue_from)[0] / TRAINING
         if training.exists():
             return training.resolve().parent
-    return Path(config.output_dir) / "artifacts"
+    return Path(config.output_dir) / _ARTIFACTS
 
 
 def named_training(origin: str) -> tuple[Path, int | None]:
@@ -194,7 +195,7 @@ def named_training(origin: str) -> tuple[Path, int | None]:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove unfinished files and directories.
+    """Remove unfinished files and directories, but not those of results below an output directory.
 
     None of them counts as a result, but a checkpoint or an export takes as much space as a finished one.
     Only the process that has the directory's lock may call this, before the run writes anything.
@@ -206,8 +207,20 @@ def remove_leftovers(directory: Path) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        elif entry.is_dir(follow_symlinks=False) and entry.name != _REFUSED:
+        elif entry.is_dir(follow_symlinks=False) and entry.name not in (_REFUSED, _ARTIFACTS):
             remove_leftovers(path)
+
+
+def remove_leftovers_of_results(results: Path) -> None:
+    """Remove what killed runs have left of results, apart from those that another run is making."""
+    for path in [path for stage in Stage for path in results.glob(f"{stage.value}-*")]:
+        if taken := try_lock(_lock_of(path)):
+            with taken:
+                remove_leftovers(path)
+
+
+def _lock_of(result: Path) -> Path:
+    return result.with_name(f".{result.name}.lock")
 
 
 def _written_at(path: Path) -> float:

@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 from data.capture.vllm.environment import check_engine_args, find_python
 from data.store import DamagedShard
 from eagle31.errors import UserError
-from eagle31.export.read import check_weights
 from eagle31.export.write import check_config
 from eagle31.json_files import write_json, write_text
 from train.artifact import (
@@ -28,13 +27,9 @@ from train.artifact import (
     check_links,
     exclusive,
     remove_leftovers,
+    remove_leftovers_of_results,
 )
-from train.config.run import (
-    RunConfig,
-    Stage,
-    needed_stages,
-    starts_vllm,
-)
+from train.config.run import RunConfig, Stage, needed_stages, starts_vllm
 from train.context import RunContext
 from train.distributed import World
 from train.engines.servers import server_settings
@@ -50,7 +45,7 @@ from train.stages.capture import capture_inputs, run_capture
 from train.stages.continuing import begin_training, link_training
 from train.stages.data import answer_part, data_inputs, run_data
 from train.stages.evaluate import evaluate_inputs, run_evaluate
-from train.stages.export import export_inputs, link_export, run_export
+from train.stages.export import export_inputs, link_export, reopen_if_damaged, run_export
 from train.stages.plan import check_amounts, write_plan
 from train.stages.report import run_report
 from train.stages.servers import begin_servers, end_engines, prepare_engines
@@ -110,6 +105,7 @@ def lead(context: RunContext, given: Sequence[str]) -> None:
         check_wandb()
     with exclusive(output_dir):
         remove_leftovers(output_dir)
+        remove_leftovers_of_results(artifacts_dir(config))
         (output_dir / STOPPED_FILE).unlink(missing_ok=True)
         print(format_plan(write_plan(context, given)), flush=True)
         write_configuration(config)
@@ -159,15 +155,14 @@ def run_stages(context: RunContext) -> None:
     training = context.artifacts.get(Stage.train)
     if training is not None and not training.finished:
         # Now, because a training to continue may delete its checkpoint during other stages.
-        begin_training(context)
+        with training.locked():
+            begin_training(context)
     for stage in [stage for stage in stages if stage in STAGES]:
         if stage in unfinished:
             run_stage(context, stage)
             unfinished.remove(stage)
         else:
-            context.reused.add(stage.value)
-            note_settings(context.config, stage, context.artifacts[stage].directory)
-            print(f"{stage.value}: reused, {context.artifacts[stage].directory}", flush=True)
+            reuse(context, stage)
         on_every_rank(context, end_engines, unfinished=_names(unfinished))
         if (after := STAGES[stage].after) is not None:
             after(context)
@@ -180,7 +175,7 @@ def run_stage(context: RunContext, stage: Stage) -> None:
     artifact = context.artifacts[stage]
     with artifact.locked():
         if artifact.finished:  # another run has made it in the meantime
-            return
+            return reuse(context, stage)
         begin_stage(context, stage)
         started = time.perf_counter() - artifact.begin()
         if STAGES[stage].every_rank:
@@ -191,13 +186,20 @@ def run_stage(context: RunContext, stage: Stage) -> None:
         print(f"{stage.value}: done in {seconds:.1f} s{_shown(summary)}", flush=True)
 
 
+def reuse(context: RunContext, stage: Stage) -> None:
+    """Note that a stage's result was there."""
+    directory = context.artifacts[stage].directory
+    context.reused.add(stage.value)
+    note_settings(context.config, stage, directory)
+    print(f"{stage.value}: reused, {directory}", flush=True)
+
+
 def begin_stage(context: RunContext, stage: Stage) -> None:
     """Prepare what a stage without a result needs."""
     on_every_rank(context, prepare_engines, stage=stage.value)
     artifact = context.artifacts[stage]
     print(f"{stage.value}: {artifact.directory}", flush=True)
     artifact.directory.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(artifact.directory)
     note_settings(context.config, stage, artifact.directory)
 
 
@@ -273,7 +275,7 @@ def checked_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
     check_links(context.output_dir, (EXPORT, TRAINING))
     check_environment(config)
     check_eagle3(config)
-    check_drafter(context)
+    check_config(context.drafter.config(), config.export.layout)  # refuses what does not fit the target
     dtype = str(context.target.parts.dtype).removeprefix("torch.")
     print(f"target: every engine computes it in {dtype}", flush=True)
     unfinished = unfinished_stages(context, stages)
@@ -289,11 +291,6 @@ def checked_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
     return unfinished
 
 
-def check_drafter(context: RunContext) -> None:
-    """Raise UserError if the shape, or `drafter.init_from`, does not fit the target."""
-    check_config(context.drafter.config(), context.config.export.layout)
-
-
 def unfinished_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
     """Locate the result of each stage, and return the stages that have none yet."""
     # The vocab stage reads the directory of a training that continues another.
@@ -304,16 +301,6 @@ def unfinished_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stag
     if Stage.export in stages:
         reopen_if_damaged(context.artifacts[Stage.export])
     return [stage for stage, one in context.artifacts.items() if stage in stages and not one.finished]
-
-
-def reopen_if_damaged(export: Artifact) -> None:
-    """Have a finished export written again that is not as it was written."""
-    if export.finished:
-        try:
-            check_weights(export.directory / "checkpoint")
-        except UserError as error:
-            print(f"export: {error}", flush=True)
-            export.reopen()
 
 
 def release_memory(context: RunContext) -> None:

@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 
 from eagle31.errors import UserError
-from train.artifact import Artifact, remove_leftovers
+from train.artifact import Artifact, remove_leftovers, remove_leftovers_of_results
 
 LEFT = (
     ".plan.json.71.partial",
@@ -41,6 +41,14 @@ def test_only_what_a_killed_run_has_left_is_removed(tmp_path: Path) -> None:
     (output / "link").symlink_to(elsewhere)
     (output / ".export.partial").symlink_to(elsewhere)
     remove_leftovers(output)
+    assert (output / LEFT[1]).exists()
+    making = Artifact("export", {}, output / "artifacts" / "export-1")
+    with making.locked():  # by another run
+        remove_leftovers_of_results(output / "artifacts")
+    assert {name for name in LEFT if (output / name).exists()} == {LEFT[4]}
+    remove_leftovers_of_results(output / "artifacts")
+    for lock in (output / "artifacts").glob(".*.lock"):
+        lock.unlink()
     found = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
     assert found == {*KEPT}
     assert not (output / "artifacts/train-1/checkpoints/.step-00000008.partial").exists()

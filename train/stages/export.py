@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from data.target.tokenizer import tokenizer_fingerprint
+from eagle31.errors import UserError
 from eagle31.export.layouts import Layout, Verifier
+from eagle31.export.read import check_weights
 from eagle31.export.write import write_export
-from train.artifact import EXPORT, link_result
+from train.artifact import EXPORT, Artifact, link_result
 from train.config.run import Stage
 from train.context import RunContext
 from train.drafter.build import frozen_rows
@@ -62,6 +64,16 @@ def run_export(context: RunContext, directory: Path) -> dict[str, Any]:
         print(f"export: WARNING: {warning}", flush=True)
     write_model_card(directory / "checkpoint", run_info, {})
     return {"step": step, "validation_acceptance_length": summary["best_validation_acceptance_length"]}
+
+
+def reopen_if_damaged(export: Artifact) -> None:
+    """Have a finished export written again that is not as it was written."""
+    if export.finished:
+        try:
+            check_weights(export.directory / "checkpoint")
+        except UserError as error:
+            print(f"export: {error}", flush=True)
+            export.reopen()
 
 
 def link_export(context: RunContext) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from eagle31.export.read import load_export
+from eagle31.export.write import check_config
 from eagle31.model.drafter import Drafter
 from tests.eagle31.tiny import DSPARK
 from tests.train.drafter.tiny_export import (
@@ -30,12 +31,15 @@ from train.config.training import Precision
 from train.context import RunContext
 from train.distributed import World
 from train.drafter.build import frozen_rows
-from train.pipeline import check_drafter
 from train.stages.building import new_drafter
 from train.stages.data import TOKEN_COUNTS
 from train.stages.vocab import load_projected, load_vocab, run_vocab, vocab_inputs
 
 CPU = torch.device("cpu")
+
+
+def check_drafter(run: RunContext) -> None:
+    check_config(run.drafter.config(), run.config.export.layout)
 
 
 @pytest.fixture(scope="module")
