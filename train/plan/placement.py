@@ -202,7 +202,7 @@ def _shared(sizes: RunSizes, cluster: Cluster, online: bool) -> TargetPlacement:
             )
         raise UserError("target.engine", "vllm", f"{remedy} Set target.engine=hf: transformers needs less.")
     smaller = "lower training's memory (deepspeed.zero_stage=2, train.rollout_chunk=4096), "
-    remedy += f" Raise it, {smaller if online else ''}or give the target GPUs of its own: start fewer "
+    remedy += f" Raise it, {smaller if online else ''}or give the target separate GPUs: start fewer "
     remedy += "processes (--nproc-per-node of torchrun), or set vllm.servers."
     raise _refused("tensor_parallel_size", parallel.tensor, remedy)
 
