@@ -8,11 +8,13 @@ from typing import Any
 import ray
 import torch
 
-from data.capture.dispatch import EngineInfo, Prompt, Unavailable
+from data.capture.dispatch import MAX_LOST, EngineInfo, Prompt, Unavailable
 from data.capture.torchspec.transport import TorchSpecTransport
+from eagle31.errors import UserError
 
 _INFO_SECONDS = 120.0  # an engine answers once it has computed what it has
 _BATCHES_AHEAD = 2  # one that is computed and one that waits in the engine
+_PUT_FAILED = "batch_put_from failed"  # in what an engine raises whose states the store does not take
 
 
 class TorchSpecClient:
@@ -68,6 +70,10 @@ class TorchSpecClient:
         """The engine belongs to the run."""
 
     async def _send(self, batch: list[tuple[Prompt, asyncio.Future[list[int]]]]) -> None:
+        """Compute a batch, and give each prompt's future its result.
+
+        No sample is left out because of the store: it is sent again, and the run ends where that is in vain.
+        """
         try:
             found = await self._engine.generate.remote(
                 data_id=[prompt.key for prompt, _ in batch],
@@ -82,5 +88,12 @@ class TorchSpecClient:
             if len(found) == len(batch):
                 self._transport.announce(prompt.key, found[index]["mooncake_key"])
                 done.set_result([])
+            elif _PUT_FAILED in reason and prompt.num_lost + 1 >= MAX_LOST:
+                remedy = (
+                    f"The store did not take states of {self.name}, {MAX_LOST} times: raise capture.spool_gb "
+                    "or look into the logs in OUTPUT_DIR/torchspec, and run the same command again: finished "
+                    f"work is kept. {reason.strip().splitlines()[-1]}"
+                )
+                done.set_exception(UserError("capture", "torchspec", remedy))
             else:
                 done.set_exception(Unavailable(reason, lost=True))

@@ -4,10 +4,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from data.capture.dispatch import MAX_LOST, Dispatcher, Prompt, Refused, Unavailable
+from data.capture.dispatch import MAX_LOST, Dispatcher, EngineClient, Prompt, Refused, Unavailable
 from data.capture.vllm.server_info import ServerInfo
 from eagle31.errors import UserError
 from tests.data.capture.vllm.servers import INFO
@@ -53,7 +55,7 @@ class Computer:
 
 
 def dispatch(
-    *servers: Computer,
+    *servers: EngineClient,
     prompts: list[list[int]] | None = None,
     check: Callable[[object, ServerInfo], None] = lambda server, info: None,
 ) -> tuple[list[int], dict[int, str]]:
@@ -161,3 +163,33 @@ def test_servers_that_stay_down_end_the_run() -> None:
 
     with pytest.raises(UserError, match=r"None has answered .*one: nobody there"):
         dispatch(Down("one", 2, computes))
+
+
+@pytest.mark.parametrize("num_failures", [MAX_LOST - 1, 1000])
+def test_no_prompt_is_left_out_because_the_store_of_torchspec_takes_no_states(num_failures: int) -> None:
+    ray = pytest.importorskip("ray")
+    from data.capture.torchspec.client import TorchSpecClient
+
+    failures = iter(range(num_failures))
+
+    async def generate(data_id: list[str], **_: Any) -> list[dict[str, str]]:
+        if next(failures, None) is not None:
+            cause = RuntimeError("async batch_put_from failed: 0_hs (code=-200)")
+            raise ray.exceptions.RayTaskError("generate", f"Traceback\nRuntimeError: {cause}", cause)
+        return [{"mooncake_key": f"put-{key}"} for key in data_id]
+
+    async def health_check() -> bool:
+        return True
+
+    engine = SimpleNamespace(
+        generate=SimpleNamespace(remote=generate), health_check=SimpleNamespace(remote=health_check)
+    )
+    announced: dict[str, str] = {}
+    transport: Any = SimpleNamespace(announce=announced.__setitem__)
+    client = TorchSpecClient("engine 0", lambda: engine, SERVED, transport, batch_size=2)
+    if num_failures < MAX_LOST:
+        answered, refused = dispatch(client)
+        assert (len(answered), len(announced), refused) == (NUM_PROMPTS, NUM_PROMPTS, {})
+        return
+    with pytest.raises(UserError, match=r"engine 0, 4 times: raise capture\.spool_gb.*code=-200"):
+        dispatch(client)
