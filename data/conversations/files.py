@@ -30,6 +30,7 @@ _PARQUET = ".parquet"
 _SUFFIXES = (".jsonl", ".json", ".ndjson", *_DELIMITERS, _LINES, _PARQUET)
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 _MAX_FIELD_CHARACTERS = 1 << 27  # of a CSV file; the default is 128 KiB, which a long answer exceeds
+_BATCH_ROWS = 1000  # of a Parquet file in memory
 _SAVED = ("state.json", "dataset_dict.json")  # in a directory that `datasets` has saved
 
 
@@ -51,8 +52,9 @@ class DataFile:
         """Yield (location, row) in order; a row that cannot be parsed is a `MalformedRow`."""
         suffix = _suffix(self.path)
         if suffix == _PARQUET:
-            found = load_dataset("parquet", data_files=str(self), split="train", streaming=True)
-            yield from dataset_rows(str(self), found)
+            # By default a batch is as large as the first row group, which has no rows in a file without any.
+            options = {"split": "train", "streaming": True, "batch_size": _BATCH_ROWS}
+            yield from dataset_rows(str(self), load_dataset("parquet", data_files=str(self), **options))
             return
         if "zstd" not in compr:  # Python has it from 3.14 on
             register_compression("zstd", lambda file, **_: pa.CompressedInputStream(file, "zstd"), "zst")
@@ -91,7 +93,7 @@ def find_files(location: str, field: str, split: str, subset: str | None) -> lis
         system = fsspec.filesystem("file")
         splits = load_dataset_builder(str(path), subset).config.data_files
         if split not in splits:
-            raise UserError(field, location, f"It has no split {split}, only {listed(splits)}.")
+            raise _no_split(field, location, split, splits)
         paths = splits[split]
     else:
         return None
@@ -142,6 +144,8 @@ def load(location: str, field: str, split: str, subset: str | None, revision: st
             check_hub(field, location, "dataset")
             return load_dataset(location, subset, split=split, revision=revision)
         loaded = load_from_disk(str(path))
+        if isinstance(loaded, DatasetDict) and split not in loaded:
+            raise _no_split(field, location, split, loaded)
         found = loaded[split] if isinstance(loaded, DatasetDict) else loaded
         found.data.table.validate(full=True)  # lists with wrong offsets would be read beyond their ends
         return found
@@ -150,6 +154,10 @@ def load(location: str, field: str, split: str, subset: str | None, revision: st
     except Exception as error:  # `datasets` believes what the files say, and raises whatever comes of it
         reason = f"`datasets` cannot load it (split {split}): {one_line(error)}"
         raise UserError(field, location, reason) from error
+
+
+def _no_split(field: str, location: str, split: str, splits: Iterable[str]) -> UserError:
+    return UserError(field, location, f"It has no split {split}, only {listed(splits)}.")
 
 
 def dataset_rows(name: str, dataset: Iterable[Any]) -> Iterator[tuple[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import fsspec
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,8 +71,9 @@ def test_files_of_a_directory_a_pattern_and_object_storage_are_read_with_their_n
     data = tmp_path / "set" / "data"
     data.mkdir(parents=True)
     (tmp_path / "set" / "README.md").write_text("A dataset.")
-    for i, name in enumerate(("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001")):
+    for i, name in enumerate(("train-00000-of-00003", "train-00001-of-00003", "test-00000-of-00001")):
         datasets.Dataset.from_list([pair(f"q{i}")]).to_parquet(str(data / f"{name}.parquet"))
+    pq.write_table(pa.table({"question": [], "answer": []}), data / "train-00002-of-00003.parquet")
     for split, expected in {"train": [("q0", "2"), ("q1", "2")], "test": [("q2", "2")]}.items():
         assert contents(tmp_path / "set", split=split) == expected
     with pytest.raises(UserError, match="no split other, only train, test"):
@@ -149,7 +151,7 @@ def test_a_json_array_parquet_and_a_saved_dataset_are_read_alike(tmp_path: Path)
     assert "tool_calls" not in expected[1].messages[1]
     for name in ("a.parquet", "one", "splits"):
         assert list(Source(str(tmp_path / name)).reader()) == expected
-    with pytest.raises(UserError, match="split test"):
+    with pytest.raises(UserError, match="no split test, only train"):
         Source(str(tmp_path / "splits"), split="test").fingerprint()
 
 
