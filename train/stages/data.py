@@ -114,7 +114,6 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
         dataset = regenerated(context, _asked(context.config, conversations), directory / ANSWERS)
         assert dataset is not None
         save_dataset(dataset, directory / _TOKENIZED)
-        summary |= _sizes(dataset)
         for path in (directory / ANSWERS).glob("*.arrow"):  # the answers stay, which cost more
             path.unlink()
     else:
@@ -140,8 +139,10 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
         summary |= asdict(report)
     remove_tables(directory)
     _choose(directory, limit, context.config.seed, context.target.parts.vocab_size)
+    chosen = load_from_disk(str(directory / "train"))
+    summary |= _sizes(chosen)  # of the samples to train on, without those that only the vocabulary counts
     # Later stages compare stores with it, on every rank, without reading the tokens.
-    summary["tokens_fingerprint"] = tokens_fingerprint(load_from_disk(str(directory / "train")))
+    summary["tokens_fingerprint"] = tokens_fingerprint(chosen)
     if not summary["num_samples"]:
         raise UserError("data.train", data.train, "No sample has two assistant tokens in a row to train on.")
     return summary
