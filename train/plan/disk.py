@@ -135,22 +135,24 @@ def _bytes_of(directories: Iterable[Path]) -> int:
 def host_memory(sizes: RunSizes, cluster: Cluster) -> Room:
     """Return the host memory of one node that trains, without the states of validation."""
     config, drafter, processes = sizes.config, sizes.drafter, cluster.processes_per_node
-    settings, parts = trainer_settings(config, cluster.num_ranks), {}
+    settings, uses = trainer_settings(config, cluster.num_ranks), []
     if states_directory(config) == MEMORY:
-        parts["the spool"] = waiting_bytes(config)
+        uses.append(Use("the spool", waiting_bytes(config), "Lower capture.spool_gb."))
+    shorter = "Lower train.row_tokens and data.max_tokens, or start fewer processes."
     if not cluster.gpus_per_node:
-        parts["training"] = processes * (sizes.trainer(cluster.num_ranks, "cpu").total + _PROCESS_BYTES)
+        size = sizes.trainer(cluster.num_ranks, "cpu").total + _PROCESS_BYTES
+        uses.append(Use("training", processes * size, shorter))
         if config.capture.mode is CaptureMode.online and config.capture.source is CaptureSource.hf:
-            parts["the target"] = processes * sizes.target.checkpoint_bytes
+            remedy = "Set capture=hf, or start fewer processes."
+            uses.append(Use("the target", processes * sizes.target.checkpoint_bytes, remedy))
     elif config.deepspeed.offload_optimizer:
-        parts["the optimizer"] = 4 * _STATES * sizes.num_parameters // cluster.num_nodes
+        size = 4 * _STATES * sizes.num_parameters // cluster.num_nodes
+        uses.append(Use("the optimizer", size, "Set deepspeed.offload_optimizer=false."))
     if cluster.gpus_per_node and config.train.rollout_chunk is not None:
         # Rows that are rolled out in chunks stay there: the one at work and the next.
         width = (len(drafter.aux_layer_ids) + 1) * drafter.target_hidden_size
-        parts["states of rows"] = 2 * processes * settings.row_tokens * width * settings.itemsize
-    remedy = "Lower capture.spool_gb or train.row_tokens, start fewer processes, or unset "
-    remedy += "deepspeed.offload_optimizer."
-    uses = [Use(name, size, remedy) for name, size in parts.items() if size]
+        size = 2 * processes * settings.row_tokens * width * settings.itemsize
+        uses.append(Use("states of rows", size, shorter))
     return Room("the host memory of a node", host_bytes(), uses)
 
 

@@ -84,6 +84,7 @@ def _in_transformers(sizes: RunSizes, cluster: Cluster, copies: int) -> TargetPl
         copies, gpus = cluster.num_nodes, max(1, cluster.gpus_per_node)
         where = f"spread over the {gpus} GPUs of a node, which compute in turn"
     size = sizes.target.checkpoint_bytes // gpus
+    remedy = "Set capture=vllm with vllm.engine_args.tensor_parallel_size, or target.device_map=auto."
     return TargetPlacement(
         "shared",
         copies,
@@ -92,7 +93,7 @@ def _in_transformers(sizes: RunSizes, cluster: Cluster, copies: int) -> TargetPl
         f"transformers, {where}",
         num_at_work=copies,
         held_bytes=size if sizes.config.capture.mode is CaptureMode.online else 0,
-        remedy="Set capture=vllm with vllm.engine_args.tensor_parallel_size, or target.device_map=auto.",
+        remedy=remedy if cluster.gpus_per_node > 1 else "Use several GPUs, or larger ones.",
     )
 
 
@@ -201,9 +202,14 @@ def _shared(sizes: RunSizes, cluster: Cluster, online: bool) -> TargetPlacement:
                 "capture.source", "vllm", f"{remedy} Set machine=one_gpu: transformers needs less."
             )
         raise UserError("target.engine", "vllm", f"{remedy} Set target.engine=hf: transformers needs less.")
-    smaller = "lower training's memory (deepspeed.zero_stage=2, train.rollout_chunk=4096), "
-    remedy += f" Raise it, {smaller if online else ''}or give the target separate GPUs: start fewer "
-    remedy += "processes (--nproc-per-node of torchrun), or set vllm.servers."
+    ways = ["raise it"] if parallel.tensor < cluster.gpus_per_node else []
+    if online:
+        ways.append(f"have training take less: {sizes.smaller_training(cluster.num_ranks)}")
+    if cluster.gpus_per_node > 1:
+        ways.append(
+            "start fewer processes (--nproc-per-node of torchrun), so that the target has separate GPUs"
+        )
+    remedy += f" Either {'; '.join([*ways, 'or name servers on other nodes in vllm.servers'])}."
     raise _refused("tensor_parallel_size", parallel.tensor, remedy)
 
 
@@ -215,12 +221,13 @@ def _check_alone(sizes: RunSizes, cluster: Cluster, parallel: Parallelism) -> fl
     fraction, server = given or ALONE_FRACTION, sizes.server(parallel)
     if cluster.gpu_bytes is not None and server.least > fraction * cluster.gpu_bytes:
         remedy = (
-            f"vLLM needs {server.least / 1e9:.1f} GB of each of {parallel.gpus} GPUs (weights "
-            f"{server.weights / 1e9:.1f}), and has {fraction:g} of {cluster.gpu_bytes / 1e9:.0f} GB: raise "
+            f"vLLM needs {server.least / 1e9:.1f} GB of each of its {counted(parallel.gpus, 'GPU')} (weights "
+            f"{server.weights / 1e9:.1f}), and has {fraction:g} of {cluster.gpu_bytes / 1e9:.0f} GB: "
         )
         if given is not None:
-            raise _refused(_FRACTION, fraction, f"{remedy}it, or leave it out.")
-        remedy += "it, lower data.max_tokens and train.row_tokens, or use larger GPUs."
+            raise _refused(_FRACTION, fraction, f"{remedy}raise it, or leave it out.")
+        remedy += "raise it, " if parallel.tensor < cluster.gpus_per_node else ""
+        remedy += "lower data.max_tokens and train.row_tokens, or use larger GPUs."
         raise _refused("tensor_parallel_size", parallel.tensor, remedy)
     return fraction
 

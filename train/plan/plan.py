@@ -139,7 +139,7 @@ def run_way(sizes: RunSizes, work: Work, cluster: Cluster, given: Sequence[str] 
         check_divisible(config.train.rows_per_step, cluster.num_ranks, config.train.row_ranks)
     except UserError as error:
         refusal = str(error)
-    shortages = list(_shortages(config, cluster, memory, target))
+    shortages = list(_shortages(sizes, cluster, memory, target))
     way = Way(
         cluster=cluster,
         settings=trainer_settings(config, cluster.num_ranks),
@@ -173,22 +173,19 @@ def check_gpu_memory(config: RunConfig, cluster: Cluster, stages: Collection[Sta
 
 
 def _shortages(
-    config: RunConfig, cluster: Cluster, memory: TrainerMemory, target: TargetPlacement | None
+    sizes: RunSizes, cluster: Cluster, memory: TrainerMemory, target: TargetPlacement | None
 ) -> Iterator[Shortage]:
     """Yield what does not fit a GPU. Servers of vLLM have been checked where they were placed."""
     if cluster.gpu_bytes is None:
         return
     available = int(cluster.gpu_bytes * USABLE_FRACTION) - (target.held_bytes if target else 0)
     if memory.total > available:
-        remedy = (
-            "Set deepspeed.zero_stage=2 (on several GPUs), train.rollout_chunk=4096, "
-            "deepspeed.offload_optimizer=true, or lower train.row_tokens and data.max_tokens."
-        )
-        value = config.train.row_tokens
+        remedy = f"It needs less with {sizes.smaller_training(cluster.num_ranks)}."
+        value = sizes.config.train.row_tokens
         yield Shortage("train.row_tokens", value, "training", memory.total, available, remedy)
     available = int(cluster.gpu_bytes * TARGET_FRACTION)
     if target is not None and target.remedy and target.bytes_per_gpu > available:
-        model, needed = config.target.model, target.bytes_per_gpu
+        model, needed = sizes.config.target.model, target.bytes_per_gpu
         yield Shortage("target.model", model, "the target", needed, available, target.remedy)
 
 

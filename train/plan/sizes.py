@@ -1,6 +1,6 @@
 """Sizes of the drafter, of its training and of the target's servers, from configurations alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -21,6 +21,14 @@ from train.plan.target import (
     planned_config,
     server_memory,
     target_size,
+)
+from train.tables import gigabytes
+
+# Settings that lower the memory of training, or raise it: that depends on the drafter and the processes.
+_OF_MEMORY = (
+    ("deepspeed", "zero_stage", 2),
+    ("train", "rollout_chunk", 4096),
+    ("deepspeed", "offload_optimizer", True),
 )
 
 
@@ -78,6 +86,18 @@ class RunSizes:
         settings = trainer_settings(self.config, num_ranks)
         counts = worst_counts(self.config.train)
         return trainer_memory(self.drafter, self.tensors, settings, counts, device)
+
+    def smaller_training(self, num_ranks: int) -> str:
+        """Return the settings with which training takes less memory of a GPU, in words."""
+        found, now = [], self.trainer(num_ranks, "cuda").total
+        for group, name, value in _OF_MEMORY:
+            changed = replace(getattr(self.config, group), **{name: value})
+            settings = replace(self.config, **{group: changed})
+            total = replace(self, config=settings).trainer(num_ranks, "cuda").total
+            refused = settings.deepspeed.offload_optimizer and settings.deepspeed.zero_stage == 0
+            if total < now and not refused:
+                found.append(f"{group}.{name}={str(value).lower()} ({gigabytes(total)})")
+        return ", ".join([*found, "or shorter rows (train.row_tokens, data.max_tokens)"])
 
     def server(self, parallel: Parallelism) -> ServerMemory:
         """Return the memory of one GPU of a server."""

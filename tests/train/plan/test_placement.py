@@ -91,7 +91,7 @@ def assert_fits(found: TargetPlacement, cluster: Cluster, sizes: RunSizes) -> No
         (NODE, (f"{UTILIZATION}=0.9",), UTILIZATION, "training 37.7 GB"),
         (NODE, (f"{TENSOR}=16",), TENSOR, "there are 8 on a node"),
         (SMALL, (), TENSOR, "vLLM needs 84.2 GB (weights 74.4)"),
-        (replace(APART, gpu_bytes=80 * GB), (), TENSOR, "vLLM needs 84.2 GB of each of 8 GPUs"),
+        (replace(APART, gpu_bytes=80 * GB), (), TENSOR, "vLLM needs 84.2 GB of each of its 8 GPUs"),
     ],
 )
 def test_what_cannot_be_placed_is_refused_with_the_numbers(

@@ -260,7 +260,9 @@ def test_one_gpu_of_24_gb_has_a_form_that_the_refusal_names() -> None:
     assert "Set target.engine=hf" in refused
     refused = planned("qwen3_14b", *ONE_GPU).first.refusal
     assert refused is not None
-    assert "one_gpu" not in refused
+    assert not [one for one in ("one_gpu", "raise it", "start fewer") if one in refused]
+    [shortage] = planned("qwen3_14b", "machine=one_gpu").first.shortages
+    assert shortage.remedy == "Use several GPUs, or larger ones."
 
 
 def test_training_that_does_not_fit_is_refused_with_the_numbers() -> None:
@@ -274,6 +276,15 @@ def test_training_that_does_not_fit_is_refused_with_the_numbers() -> None:
     check_gpu_memory(config, cluster, [Stage.evaluate])
     check_gpu_memory(config, replace(cluster, gpu_bytes=int(34e9)), [Stage.train])  # the estimate may be high
     check_gpu_memory(config, replace(cluster, gpu_bytes=None), list(Stage))
+
+
+def test_only_settings_that_lower_the_memory_of_training_are_its_remedies() -> None:
+    kimi, small = (RunSizes(composed(name)) for name in ("kimi_k2_6", "qwen3_0_6b"))
+    rows = "or shorter rows (train.row_tokens, data.max_tokens)"
+    assert small.smaller_training(8) == rows
+    assert kimi.smaller_training(1) == f"deepspeed.offload_optimizer=true (37.2 GB), {rows}"
+    for_eight = "deepspeed.zero_stage=2 (32.2 GB), deepspeed.offload_optimizer=true (37.2 GB)"
+    assert kimi.smaller_training(8) == f"{for_eight}, {rows}"
 
 
 def test_a_target_that_does_not_fit_is_refused() -> None:
