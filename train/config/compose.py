@@ -153,7 +153,8 @@ def _for_hydra(argument: str) -> str:
         )
     names = choices(key)
     if names and value not in names:
-        raise UserError(key, value, f"There is no such choice. {_nearest(value, names)}")
+        nearest = _nearest(value, names) or f"Choose one of {', '.join(names)}."
+        raise UserError(key, value, f"There is no such choice. {nearest}")
     known = _known_keys()
     if not names and key not in known:
         same = [one for one in known if one.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
@@ -176,9 +177,7 @@ def _known_keys() -> dict[str, object]:
 
 def _nearest(value: str, names: Sequence[str], others: Sequence[str] = ()) -> str:
     near = dict.fromkeys([*difflib.get_close_matches(value, names, cutoff=0.5), *others])
-    if near:
-        return f"Did you mean {' or '.join(near)}?"
-    return f"Choose one of {', '.join(names)}." if len(names) < 30 else ""
+    return f"Did you mean {' or '.join(near)}?" if near else ""
 
 
 @contextmanager

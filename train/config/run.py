@@ -49,6 +49,8 @@ class RunConfig:
     """One run: `torchrun train/main.py recipe=NAME [key=value ...]`."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
+    # Before those that follow evaluate.draft_tokens, so that its own name is in the message about a mistake.
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     drafter: DrafterShape = field(default_factory=DrafterShape)
     data: DataConfig = field(default_factory=DataConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
@@ -58,7 +60,6 @@ class RunConfig:
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     recipe_name: str = setting(MISSING, "Name of the recipe, for reports. Set by recipe=NAME.")
     stages: list[Stage] = setting(list(Stage), "Stages to run. Finished ones are reused.")

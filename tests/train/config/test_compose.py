@@ -27,6 +27,9 @@ def test_a_missing_recipe_is_refused_with_the_recipes_there_are() -> None:
         ("trian.max_steps=3", "train.max_steps"),
         ("zero_stage=1", "deepspeed.zero_stage"),
         ("recipe=quikstart", "quickstart"),
+        ("recipe=xyz", "any_target, deepseek_v3"),
+        ("evaluate.draft_tokens=0", "at least 1"),
+        ("evaluate.draft_tokens=65", "at most 64"),
         ("capture=online", "hf_online"),
         ("train.max_steps=many", "many"),
         ("deepspeed.precision=fp16", "bf16"),
@@ -46,7 +49,7 @@ def test_a_mistake_is_named_with_its_remedy(argument: str, remedy: str) -> None:
         composed([*NEEDED, argument])
     field, _, value = argument.lstrip("+").partition("=")
     if value:
-        assert (caught.value.field, caught.value.value) == (field, value)
+        assert (caught.value.field, str(caught.value.value)) == (field, value)
     assert remedy in caught.value.remedy
 
 
