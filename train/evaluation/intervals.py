@@ -22,7 +22,7 @@ class Interval:
 
     @property
     def bounds(self) -> str:
-        return f"{self.low:.2f} to {self.high:.2f}"
+        return "unknown" if np.isnan(self.low) else f"{self.low:.2f} to {self.high:.2f}"
 
     def shown(self, unit: str = "") -> str:
         return f"{self.value:.2f}{unit} ({self.bounds})"

@@ -77,7 +77,7 @@ def model_card(
         completions=describe_counts(evaluation["decoding"]["completions"]) if evaluation else "",
         served=_table(*speed_table(serving)) if serving else "",
         served_how=describe_serving(serving) if serving else "",
-        serve=serve_command(target, drafter, k, layout.value, method=method),
+        serve=serve_command(run_info | {"target": target, "export": drafter}, k, layout.value, method),
         choice=choice,
         architecture=architecture,
         layout=layout.value,
@@ -94,33 +94,32 @@ def model_card(
 
 
 def serve_command(
-    target: str,
-    drafter: str,
-    draft_tokens: int,
-    layout: str = Layout.vllm.value,
-    *,
-    method: str = "eagle3",
-    on_cpu: bool = False,
+    run_info: dict[str, Any], draft_tokens: int, layout: str, method: str, on_cpu: bool = False
 ) -> str:
-    """Return the serve command. An export in speculators' layout names its target itself.
+    """Return the serve command. An export in speculators' layout names its target itself, without a revision.
 
     vLLM 0.33 takes the target's name from there only where it is a repository of the Hub.
 
     Args:
+        run_info: `target`, which may have a `target_revision` and `trust_remote_code`, and `export`.
         on_cpu: for the environment that scripts/setup/vllm makes on a machine without a GPU.
     """
+    target, drafter, revision = run_info["target"], str(run_info["export"]), run_info.get("target_revision")
+    options = f" --revision {shlex.quote(revision)}" if revision else ""
+    options += " --trust-remote-code" if run_info.get("trust_remote_code") else ""
     vllm = f'"$(scripts/setup/vllm --print)" {_ON_CPU}' if on_cpu else "vllm serve"
-    if layout == Layout.speculators.value and is_hub_id(target):
-        return f"{vllm} {shlex.quote(drafter)}"
+    if layout == Layout.speculators.value and is_hub_id(target) and not revision:
+        return f"{vllm} {shlex.quote(drafter)}{options}"
     if layout == Layout.sglang.value:
         return (
-            f"python -m sglang.launch_server --model-path {shlex.quote(target)} "
+            f"python -m sglang.launch_server --model-path {shlex.quote(target)}{options} "
             f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {shlex.quote(drafter)} "
             f"--speculative-num-steps {draft_tokens} --speculative-eagle-topk 1 "
             f"--speculative-num-draft-tokens {draft_tokens + 1}"
         )
     speculative = {"model": drafter, "method": method, "num_speculative_tokens": draft_tokens}
-    return f"{vllm} {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(speculative))}"
+    config = shlex.quote(json.dumps(speculative))
+    return f"{vllm} {shlex.quote(target)}{options} --speculative-config {config}"
 
 
 def _variant(config: dict[str, Any]) -> str:

@@ -83,14 +83,15 @@ def _acceptance_rows(run: Run, reference: Run) -> dict[str, str]:
     """Return acceptance lengths by temperature and draft length, with ratios to the reference."""
     found = {}
     compared = run is not reference and why_not_comparable(run, reference) is None
-    others = {one.temperature: one.measured for one in _greedy(reference)}
+    others = {one.measured["texts_hash"]: one.measured for one in _greedy(reference) if compared}
     for one in _greedy(run):
-        other = others.get(one.temperature, {"by_draft_length": []})["by_draft_length"]
+        other = others.get(
+            one.measured["texts_hash"]
+        )  # sampled completions differ with the seed, for example
         for index, row in enumerate(one.measured["by_draft_length"]):
             text = length_of(row).shown()
-            if compared and index < len(other) and other[index]["k"] == row["k"]:
-                ratio = paired_ratio(one.measured, others[one.temperature], index)
-                text += f" [{ratio.shown('x')}]"
+            if other is not None and index < len(other["by_draft_length"]):
+                text += f" [{paired_ratio(one.measured, other, index).shown('x')}]"
             found[f"temperature {one.temperature:g}, k = {row['k']}"] = text
     return found
 

@@ -65,7 +65,7 @@ def save_png(panels: Sequence[Panel], path: Path, headline: str = "", panel_inch
         [row] = figure.subplots(1, len(panels), squeeze=False)
         for axes, panel in zip(row, panels, strict=True):
             panel.draw(axes)
-            lines = [panel.title, *textwrap.wrap(panel.note, int(panel_inches * 12))]
+            lines = [panel.title, *textwrap.wrap(panel.note, int(panel_inches * 9))]
             axes.set_title("\n".join(lines), loc="left", fontsize=9)
         written = path.with_name(f".{path.name}.partial")
         figure.savefig(written, dpi=180, facecolor="white", format="png")

@@ -86,14 +86,13 @@ def write_page(output_dir: Path) -> Path:
         times=[
             ("stage", "time"),
             *((stage["name"], _duration(stage["seconds"])) for stage in run_info["stages"]),
-            ("all starts", _duration(sum(stage["seconds"] for stage in run_info["stages"]))),
+            ("all stages", _duration(sum(stage["seconds"] for stage in run_info["stages"]))),
         ],
         serve=serve_command(
-            str(run_info["target"]),
-            str(run_info["export"]),
+            run_info,
             k,
             run_info.get("layout", Layout.vllm.value),
-            method=run_info["method"],
+            run_info["method"],
             on_cpu=run_info.get("device") == "cpu" and run_info["method"] == "eagle3",
         ),
         choice=choice,

@@ -219,6 +219,7 @@ def training_facts(run_info: dict[str, Any]) -> list[tuple[str, str]]:
     template = ", ".join(f"{name}={value}" for name, value in run_info["template_kwargs"].items())
     return [
         *([("chat template", template)] if template else []),
+        *([("target revision", revision)] if (revision := run_info.get("target_revision")) else []),
         ("trained on", f"{run_info['num_samples']:,} samples{tokens}"),
         ("optimizer steps", f"{run_info['steps']:,}{exported}"),
         ("speculation steps per position", str(run_info["ttt_steps"])),

@@ -40,6 +40,8 @@ def describe_run(context: RunContext) -> dict[str, Any]:
     return {
         "recipe": config.recipe_name,
         "target": _located(context.target.spec.model),
+        "target_revision": config.target.revision,
+        "trust_remote_code": config.target.trust_remote_code,
         "target_fingerprint": context.target.parts.fingerprint,
         "architecture": architecture(context.target.parts.config),
         "target_embedded": config.target.model == EMBEDDED,

@@ -86,7 +86,8 @@ def test_the_arguments_of_the_chat_template_are_stated() -> None:
 
 
 def test_serve_command_survives_the_shell() -> None:
-    words = shlex.split(serve_command("/models/my target", "/runs/it's/export", 3))
+    known = {"target": "/models/my target", "export": "/runs/it's/export"}
+    words = shlex.split(serve_command(known, 3, "vllm", "eagle3"))
     assert words[:4] == ["vllm", "serve", "/models/my target", "--speculative-config"]
     expected = {"model": "/runs/it's/export", "method": "eagle3", "num_speculative_tokens": 3}
     assert json.loads(words[4]) == expected
@@ -105,11 +106,21 @@ def test_a_dspark_drafter_is_served_as_one() -> None:
 
 
 def test_the_serve_command_of_other_layouts() -> None:
-    named = serve_command("owner/target", "/my export", 3, "speculators")
+    known = {"target": "owner/target", "export": "/my export"}
+    named = serve_command(known, 3, "speculators", "eagle3")
     assert shlex.split(named) == ["vllm", "serve", "/my export"]
-    words = shlex.split(serve_command("/t", "/my export", 3, "sglang"))
+    words = shlex.split(serve_command(known, 3, "sglang", "eagle3"))
     assert words[words.index("--speculative-draft-model-path") + 1] == "/my export"
     assert words[-1] == "4"  # the target's own token is counted too
+
+
+@pytest.mark.parametrize("layout", ["vllm", "speculators", "sglang"])
+def test_the_target_is_served_at_the_revision_and_with_the_code_of_the_run(layout: str) -> None:
+    named = {"target": "owner/target", "target_revision": "v 2", "trust_remote_code": True}
+    words = shlex.split(serve_command(run_info() | named, 3, layout, "eagle3"))
+    place = words.index("owner/target")
+    assert words[place + 1 : place + 4] == ["--revision", "v 2", "--trust-remote-code"]
+    assert "| target revision | v 2 |" in model_card(run_info() | named, evaluation(), CONFIG)
 
 
 def test_the_serve_command_has_the_fastest_draft_length() -> None:

@@ -9,9 +9,13 @@ from tests.train.report.finished_run import acceptance, evaluation, finished_met
 from train.report.comparison import comparison_lines, read_runs
 
 
-def finished(directory: Path, rate: float, *, texts: str = "same", target: str = "files:f00d") -> Path:
+def finished(
+    directory: Path, rate: float, *, texts: str = "same", target: str = "files:f00d", sampled: str = "same"
+) -> Path:
     """Write the report and the configuration of a run whose drafts are accepted with a probability."""
-    measured = evaluation() | {"trained": acceptance(rate, texts=texts), "sampling": None}
+    drafts = acceptance(rate, texts=f"sampled, {sampled}", num_prompts=24 if sampled == "same" else 23)
+    sampling = {"temperature": 1.0, "greedy_drafts": drafts, "sampled_drafts": drafts}
+    measured = evaluation() | {"trained": acceptance(rate, texts=texts), "sampling": sampling}
     info = run_info() | {"target_fingerprint": target}
     directory.mkdir(parents=True)
     config = f"drafter:\n  fc_norm: {rate > 0.6}\noutput_dir: {directory}\nseed: 0\n"
@@ -50,6 +54,13 @@ def test_what_cannot_be_compared_has_no_ratio(tmp_path: Path, other: dict[str, s
     )
     assert any(line.startswith("WARNING: run 2 is not compared") for line in lines)
     assert "[" not in "".join(rows(lines)["temperature 0, k = 4"])
+
+
+def test_sampled_completions_are_compared_only_where_they_are_the_same(tmp_path: Path) -> None:
+    runs = [("a", "same"), ("b", "same"), ("c", "another seed")]
+    lines = comparison_lines(read_runs([finished(tmp_path / name, 0.5, sampled=text) for name, text in runs]))
+    assert ["[" in cell for cell in rows(lines)["temperature 0, k = 4"]] == [False, True, True]
+    assert ["[" in cell for cell in rows(lines)["temperature 1, k = 4"]] == [False, True, False]
 
 
 def test_the_command_compares_several_runs_and_writes_the_page_of_one(tmp_path: Path) -> None:

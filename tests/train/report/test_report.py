@@ -9,6 +9,7 @@ from matplotlib.image import imread
 
 from eagle31.json_files import read_json, write_json, write_jsonl
 from tests.train.report.finished_run import (
+    acceptance,
     drift_metrics,
     evaluation,
     finished_metrics,
@@ -76,6 +77,8 @@ def test_full_report(tmp_path: Path) -> None:
     assert not {"script", "link", "iframe", "base", "object"} & set(page.tags)
     html = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
     assert not re.findall(r"@import|url\(|https?://", html)
+    measured = evaluation() | {"trained": acceptance(0.6, num_prompts=1)}
+    assert "95 % interval unknown" in report(tmp_path, finished_metrics(), measured).text
     height, width, _ = imread(tmp_path / "report" / "summary.png").shape
     assert 2 < width / height < 4
 
