@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,11 +21,13 @@ from tests.train.small_run import (
     saved_steps,
 )
 from tests.train.torchrun import run_here, torchrun
-from train.artifact import exclusive
+from train.artifact import Artifact, exclusive
 from train.command import FAILURE, MISTAKE
+from train.config.compose import composed
 from train.config.run import Stage
 from train.context import RunContext
-from train.pipeline import STAGES, StageRun
+from train.distributed import World
+from train.pipeline import STAGES, StageRun, run_stage
 from train.stages.states import open_store
 from train.stages.train import train_inputs
 
@@ -116,6 +119,22 @@ def test_ranks_with_different_targets_end_with_a_message(
 def test_two_runs_cannot_share_a_directory(small_target: EmbeddedTarget, finished: tuple[Path, str]) -> None:
     with exclusive(finished[0]), pytest.raises(UserError, match="Another run is using this directory"):
         run_here(RECIPE, *arguments(small_target, finished[0]))
+
+
+def test_what_another_run_has_made_in_the_meantime_is_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    context = RunContext(composed(["recipe=quickstart", f"output_dir={tmp_path}"]), World(0, 0, 1))
+    context.artifacts[Stage.vocab] = artifact = Artifact.locate(tmp_path, "vocab", {})
+    artifact.finish(1.0, {})
+
+    def runs(context: RunContext, directory: Path) -> dict[str, Any]:
+        raise AssertionError("the stage runs again")
+
+    monkeypatch.setitem(STAGES, Stage.vocab, StageRun(lambda context: {}, runs))
+    run_stage(context, Stage.vocab)
+    assert context.reused == {"vocab"}
+    assert capsys.readouterr().out == f"vocab: reused, {artifact.directory}\n"
 
 
 def test_only_a_damaged_shard_is_captured_again(
