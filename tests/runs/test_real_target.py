@@ -25,7 +25,7 @@ from tests.runs.forked import ROOT
 from tests.runs.here import run_command
 from train.config.compose import composed
 from train.evaluation.parity import Reference
-from train.evaluation.serving import DecodeJob, EngineSpec, draft_room, run_jobs
+from train.evaluation.serving import DecodeJob, EngineSpec, JobResult, draft_room, run_jobs
 from train.plan.sizes import RunSizes
 from train.plan.work import data_summary, run_work
 
@@ -211,9 +211,8 @@ def test_what_vllm_must_not_do_fails_in_bfloat16(
     loaded = load_export(trained, cpu, torch.float32)
     reference = Reference.load(loaded, load_target_parts(spec), spec, cpu)
     failures = {}
-    for result in run_jobs(jobs, vllm_python, tmp_path / "vllm.log"):
-        assert result.error is None, result.traceback
-        served = result.passes[0].served
-        failures[result.name] = reference.compare(prompts, served, K, torch.bfloat16).failures
+    for job, result in zip(jobs, run_jobs(jobs, vllm_python, tmp_path / "vllm.log"), strict=True):
+        assert isinstance(result, JobResult), result
+        failures[job.name] = reference.compare(prompts, result.served, K, torch.bfloat16).failures
     assert not failures.pop("right")
     assert all("drafts differ" in str(one) or "tokens" in str(one) for one in failures.values()), failures

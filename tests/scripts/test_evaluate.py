@@ -58,11 +58,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> CheckpointEvaluation:
     )
 
 
-def test_measures_a_checkpoint(asked: CheckpointEvaluation, tmp_path: Path) -> None:
-    result = evaluate_checkpoint(
-        replace(asked, json=tmp_path / "out.json", temperature=1.0, decoded_prompts=2)
-    )
-    assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(result))
+def test_measures_a_checkpoint(asked: CheckpointEvaluation) -> None:
+    result = evaluate_checkpoint(replace(asked, temperature=1.0, decoded_prompts=2))
     assert_agreement(result)
     assert result["num_prompts"] == 3
     assert result["decoding"]["num_prompts"] == 2
@@ -108,7 +105,6 @@ def test_matrix(asked: CheckpointEvaluation, tmp_path: Path, monkeypatch: pytest
         asked,
         data=[*asked.data, str(tmp_path / "sets.yaml")],
         max_new_tokens=4,
-        json=tmp_path / "out.json",
         output=tmp_path / "kept",
     )
     conditions = settings_of(["plain"], ["short"], [60])
@@ -123,7 +119,6 @@ def test_matrix(asked: CheckpointEvaluation, tmp_path: Path, monkeypatch: pytest
     for cell in result["cells"][1:3]:
         lengths = [one["by_draft_length"][1]["acceptance_length"] for one in (cell, result["cells"][0])]
         assert cell["ratio"]["value"] == pytest.approx(lengths[0] / lengths[1])
-    assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(result))
     assert f"{names[1]} " in format_matrix(result)
     # The completions are kept, so that the target writes none again.
     monkeypatch.setattr(

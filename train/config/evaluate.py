@@ -30,7 +30,8 @@ class EvaluateConfig:
     temperature: float | None = setting(
         None,
         "Temperature for sampling, at which the target writes a completion of every test prompt. "
-        "Temperature 0 is always measured; 0: only that. null: that of data.regenerate.",
+        "Temperature 0 is always measured; 0: only that, as with target.engine=vllm. null: that of "
+        "data.regenerate.",
         ge=0,
         le=MAX_TEMPERATURE,
     )

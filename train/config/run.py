@@ -112,6 +112,9 @@ def check(config: RunConfig) -> None:
     check_deepspeed(config.deepspeed)
     check_lengths(config)
     check_sharing(config)
+    if config.evaluate.temperature and config.target.engine is TargetEngine.vllm:
+        remedy = "With target.engine=vllm nothing is sampled: scripts/evaluate --temperature does."
+        raise UserError("evaluate.temperature", config.evaluate.temperature, remedy)
 
 
 def starts_vllm(config: RunConfig) -> bool:

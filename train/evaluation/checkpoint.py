@@ -19,7 +19,6 @@ from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer
 from eagle31.errors import UserError
-from eagle31.json_files import write_json
 from train.config.evaluate import MAX_DRAFT_TOKENS, MAX_TEMPERATURE
 from train.drafter.published import fetch_checkpoint, open_published
 from train.evaluation.completing import CompletingTarget, packed
@@ -57,7 +56,6 @@ class CheckpointEvaluation:
     batch_size: int = 16  # prompts that the target completes in one forward pass
     temperature: float = 0.0  # above 0: measure at this temperature as well
     aux_layer_ids: list[int] | None = None
-    json: Path | None = None
     output: Path | None = None  # the directory of the target's completions, which are not written again
     split: str = "test"
     subset: str | None = None
@@ -74,7 +72,7 @@ class CheckpointEvaluation:
 def evaluate_checkpoint(
     settings: CheckpointEvaluation, changes: Sequence[PromptSetting] | None = None
 ) -> dict[str, Any]:
-    """Measure a checkpoint as the evaluate stage does; write the results to `settings.json` if it is set.
+    """Measure a checkpoint as the evaluate stage does.
 
     The target completes all prompts greedily in batches, and its states of the completions are replayed.
 
@@ -158,8 +156,6 @@ def evaluate_checkpoint(
                 found.append((cell, replay_greedily(*candidate, rows, conditions.longest_draft)))
             result |= {"k": settings.draft_tokens, "cells": matrix_result(found, settings.draft_tokens)}
     result["left_out"] = left_out
-    if settings.json is not None:
-        write_json(settings.json, result)
     return result
 
 
@@ -179,10 +175,9 @@ def _pooled(
     trained = replay_greedily(*candidate, packed(target.samples(prompts, alone)), conditions.longest_draft)
     trained = replace(trained, strata=tuple(len(cell.prompts) for cell in cells))
     chosen = of_all_sources(sources)[:num_decoded]
-    with tempfile.TemporaryDirectory() as directory:
-        decoded, samples = decode_in_transformers(
-            target, candidate, prompts, alone, chosen, conditions, Path(directory), output, sources
-        )
+    decoded, samples = decode_in_transformers(
+        target, candidate, prompts, alone, chosen, conditions, output / "sampled.jsonl", sources
+    )
     both = {"trained": trained.to_json(), "untrained": None}
     states = "the states of the same target"
     return evaluation_json(conditions, candidate, len(prompts), both, mtp, decoded, samples, alone, states)

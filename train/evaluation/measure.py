@@ -1,8 +1,8 @@
 """One evaluation of a drafter, for the evaluate stage and scripts/evaluate."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,8 @@ from data.samples import CapturedSample
 from data.sampling import Sampling
 from data.target.head import TargetHead
 from data.target.parts import TargetParts
-from eagle31.decoding.speculative import Decoded, decode_speculatively
+from eagle31.decoding.speculative import decode_speculatively
 from eagle31.export.read import LoadedExport
-from eagle31.json_files import read_json, write_json
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
@@ -42,14 +41,6 @@ def candidate_of(
     return loaded.drafter.to(device, dtype), frozen
 
 
-def kept_pass(directory: Path, name: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the result of a pass: the one on disk, or else the computed one, once it is on disk."""
-    path = directory / f"{name}.json"
-    if not path.exists():
-        write_json(path, compute())
-    return read_json(path)
-
-
 @dataclass(frozen=True)
 class Conditions:
     """How a drafter is measured."""
@@ -57,7 +48,7 @@ class Conditions:
     draft_tokens: int
     max_new_tokens: int
     eos_token_ids: tuple[int, ...]
-    temperature: float  # of the sampling pass; 0: greedy decoding only
+    temperature: float  # of the sampled completions; 0: greedy ones only
     seed: int
 
     @property
@@ -87,7 +78,6 @@ def decode_in_transformers(
     alone: Sequence[Sequence[int]],
     chosen: Sequence[int],
     conditions: Conditions,
-    passes: Path,
     output: Path,
     sources: Sequence[str] = (),
 ) -> tuple[DecodedSubset, Samples]:
@@ -96,31 +86,24 @@ def decode_in_transformers(
     Args:
         alone: the target's greedy completions of the prompts.
         chosen: indices of prompts.
-        passes: directory of finished passes, one JSON file each, which are not repeated.
-        output: directory of the sampled completions, which are not written again.
+        output: the file of sampled completions, which are not written again.
         sources: of each prompt, which stratify intervals; () is one source.
     """
     decoder = target.decoder
-    decoded = []
-    for number, index in enumerate(tracked(chosen, "decoding", "prompts")):
-
-        def complete(prompt: Sequence[int] = prompts[index]) -> dict[str, Any]:
-            limits: dict[str, Any] = {"max_new_tokens": conditions.max_new_tokens}
-            limits |= {"draft_tokens": conditions.draft_tokens, "eos_token_ids": conditions.eos_token_ids}
-            return asdict(decode_speculatively(decoder, *candidate, prompt, **limits))
-
-        decoded.append(Decoded(**kept_pass(passes, f"prompt-{number}", complete)))
+    limits: dict[str, Any] = {"max_new_tokens": conditions.max_new_tokens}
+    limits |= {"draft_tokens": conditions.draft_tokens, "eos_token_ids": conditions.eos_token_ids}
+    decoded = [
+        decode_speculatively(decoder, *candidate, prompts[index], **limits)
+        for index in tracked(chosen, "decoding", "prompts")
+    ]
     served = Served([one.token_ids for one in decoded], [placed_drafts(one) for one in decoded])
-
-    def sample() -> dict[str, Any]:
-        sampling = conditions.sampling(conditions.temperature)
-        completions = target.complete(prompts, sampling, output / "sampled.jsonl")
+    sampled = None
+    if conditions.temperature:
+        completions = target.complete(prompts, conditions.sampling(conditions.temperature), output)
         rows = packed(target.samples(prompts, completions))
         kept = Counter(one for one, written in zip(sources, completions, strict=False) if len(written) > 1)
         strata, longest = tuple(kept.values()), conditions.longest_draft
-        return {"sampling": sampling_report(*candidate, rows, longest, conditions.temperature, strata)}
-
-    sampled = kept_pass(passes, "sampling", sample)["sampling"] if conditions.temperature else None
+        sampled = sampling_report(*candidate, rows, longest, conditions.temperature, strata)
     dtype = target.capture.dtype
     engine = f"eagle31 (transformers, {str(dtype).removeprefix('torch.')}, {decoder.device.type})"
     places = [place for place, completion in enumerate(served.completions) if len(completion) > 1]

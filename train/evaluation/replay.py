@@ -107,7 +107,6 @@ def sampling_report(
     return {
         "temperature": temperature,
         "num_prompts": len(greedy),
-        "source": "replay",
         "greedy_drafts": PromptAcceptance(tuple(greedy), texts.hexdigest(), strata).to_json(),
         "sampled_drafts": PromptAcceptance(tuple(sampled), texts.hexdigest(), strata).to_json(),
     }

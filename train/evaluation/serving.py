@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,27 +78,14 @@ class EngineSpec:
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """The sampling settings of one pass over the prompts."""
-
-    temperature: float = 0.0
-    seed: int | None = None  # the seed of the first prompt; each further prompt's is one higher
-
-
-GREEDY = Sampling()
-
-
-@dataclass(frozen=True)
 class DecodeJob:
-    """A job that completes prompts with one engine, once for each of `passes`, and records its drafts."""
+    """A job that completes prompts greedily with one engine, and records its drafts."""
 
     name: str
     engine: EngineSpec
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
     stop_token_ids: Sequence[int] = ()
-    passes: Sequence[Sampling] = (GREEDY,)
-    keep: Path | None = None  # the directory of finished passes, which are not repeated
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -109,8 +96,6 @@ class DecodeJob:
             "prompts": [list(prompt) for prompt in self.prompts],
             "max_tokens": self.max_new_tokens,
             "stop_token_ids": list(self.stop_token_ids),
-            "passes": [asdict(one) for one in self.passes],
-            "keep": None if self.keep is None else str(self.keep),
         }
 
 
@@ -141,7 +126,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Counters:
-    """vLLM's counters of one pass, which include accepted tokens after the end of a completion."""
+    """vLLM's counters of one job, which include accepted tokens after the end of a completion."""
 
     num_drafts: int
     num_accepted: int
@@ -149,48 +134,37 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class DecodedPass:
-    """The result of one pass over the prompts."""
+class JobResult:
+    """What the engine of a job decoded."""
 
     served: Served
     counters: Counters
     model_runner: str  # V1 or V2: vLLM has two, and by default a GPU takes V2 and a CPU V1
+    vllm_version: str
 
     @staticmethod
-    def from_json(raw: dict[str, Any]) -> "DecodedPass":
+    def from_json(raw: dict[str, Any]) -> "JobResult":
         drafts = [[PlacedDraft(**draft) for draft in drafts] for drafts in raw["drafts"]]
         counts = raw["counters"]
         per_position = tuple(counts["accepted_per_position"])
         counters = Counters(counts["num_drafts"], counts["num_accepted"], per_position)
-        served = Served(raw["completions"], drafts)
-        return DecodedPass(served, counters, raw["model_runner"])
-
-
-@dataclass(frozen=True)
-class JobResult:
-    """The result of a `DecodeJob`; with an `error`, the other fields are empty."""
-
-    name: str
-    passes: tuple[DecodedPass, ...]
-    vllm_version: str
-    error: str | None = None
-    traceback: str = ""
-
-    @staticmethod
-    def from_json(name: str, raw: dict[str, Any]) -> "JobResult":
-        if "error" in raw:
-            return JobResult(name, (), "", error=raw["error"], traceback=raw["traceback"])
         return JobResult(
-            name=name,
-            passes=tuple(map(DecodedPass.from_json, raw["passes"])),
-            vllm_version=raw["vllm_version"],
+            Served(raw["completions"], drafts), counters, raw["model_runner"], raw["vllm_version"]
         )
 
 
-def run_jobs(jobs: Sequence[DecodeJob], python: Path, log_path: Path) -> list[JobResult]:
+def run_job(job: DecodeJob, python: Path, log_path: Path) -> JobResult:
+    """Run one job. Raises EngineFailure if its engine does not start or fails."""
+    [result] = run_jobs([job], python, log_path)
+    if isinstance(result, EngineFailure):
+        raise result
+    return result
+
+
+def run_jobs(jobs: Sequence[DecodeJob], python: Path, log_path: Path) -> list[JobResult | EngineFailure]:
     """Run all jobs in one process, one engine after the other.
 
-    A job whose engine fails has its `error` set, and the following jobs still run.
+    Where an engine fails, its failure is the result, and the following jobs still run.
 
     Args:
         python: the Python of vLLM's environment, from `find_python`.
@@ -200,19 +174,15 @@ def run_jobs(jobs: Sequence[DecodeJob], python: Path, log_path: Path) -> list[Jo
         EngineFailure: the process died.
     """
     raw = run_worker([job.to_json() for job in jobs], python, log_path)
-    return [JobResult.from_json(job.name, one) for job, one in zip(jobs, raw, strict=True)]
+    return [
+        failure(job.name, one, log_path) if "error" in one else JobResult.from_json(one)
+        for job, one in zip(jobs, raw, strict=True)
+    ]
 
 
-def require(result: JobResult, log_path: Path) -> JobResult:
-    """Return the result; raise EngineFailure with vLLM's traceback for a failed job."""
-    if result.error is not None:
-        raise failure(result.name, result.error, result.traceback, log_path)
-    return result
-
-
-def failure(name: str, error: str, traceback: str, log_path: Path) -> EngineFailure:
-    """Return the error of one job, with its traceback: the log continues with the following jobs."""
-    return EngineFailure(f"vLLM failed ({name}): {error}\n{_tail(traceback, log_path)}")
+def failure(name: str, raw: dict[str, Any], log_path: Path) -> EngineFailure:
+    """Return the error of one job, with vLLM's traceback: the log continues with the following jobs."""
+    return EngineFailure(f"vLLM failed ({name}): {raw['error']}\n{_tail(raw['traceback'], log_path)}")
 
 
 def run_worker(jobs: Sequence[dict[str, Any]], python: Path, log_path: Path) -> list[dict[str, Any]]:

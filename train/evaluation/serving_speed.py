@@ -58,7 +58,7 @@ def time_serving(
     }
     (result,) = run_worker([job], python, log)
     if "error" in result:
-        raise failure("speed", result["error"], result["traceback"], log)
+        raise failure("speed", result, log)
     return {
         "engine": f"vLLM {result['vllm_version']}",
         "device": device_name(inputs.device),

@@ -11,8 +11,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,80 +122,22 @@ def imports_stay_frozen() -> Iterator[None]:
 
 
 def decode(job: Json) -> Json:
-    """Continuations of all prompts by one engine, pass by pass."""
+    """Continuations of all prompts by one engine: completions, drafts, vLLM's counters."""
     import vllm
 
-    engine = Engine(job)
-    kept = Kept(job["keep"])
-    passes = [
-        kept.result(f"pass-{index}", partial(decode_pass, engine, job, one))
-        for index, one in enumerate(job["passes"])
-    ]
+    llm = build(job["engine"], worker_extension_cls=f"__main__.{DraftReader.__name__}")
+    events, before = record_drafts(llm), counters(llm)
+    prompts = [{"prompt_token_ids": one} for one in job["prompts"]]
+    outputs = llm.generate(prompts, sampling_params(job), use_tqdm=False)
     result = {
-        "passes": passes,
-        "vllm_version": vllm.__version__,
-    }
-    engine.shut_down()
-    return result
-
-
-class Engine:
-    """The engine of a job, which is started when it is first used."""
-
-    def __init__(self, job: Json) -> None:
-        self.job = job
-        self.events: list[Event] = []
-        self._llm: Any = None
-
-    @property
-    def llm(self) -> Any:
-        if self._llm is None:
-            self._llm = build(self.job["engine"], worker_extension_cls=f"__main__.{DraftReader.__name__}")
-            self.events = record_drafts(self._llm)
-        return self._llm
-
-    def shut_down(self) -> None:
-        llm, self._llm = self._llm, None
-        if llm is not None:
-            shut_down(llm)
-
-
-class Kept:
-    """The finished results of a job on disk; without a directory, none."""
-
-    def __init__(self, directory: str | None) -> None:
-        self.directory = None if directory is None else Path(directory)
-
-    def result(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Return the result on disk, or else the computed one, once it is on disk."""
-        if self.directory is None:
-            return compute()
-        path = self.directory / f"{name}.json"
-        if not path.exists():
-            self.directory.mkdir(parents=True, exist_ok=True)
-            partial = self.directory / f".{name}.partial"
-            partial.write_text(json.dumps(compute()))
-            os.replace(partial, path)
-        return json.loads(path.read_text())
-
-
-def decode_pass(engine: Engine, job: Json, sampling: Json) -> Json:
-    """Decode all prompts once: completions, drafts, vLLM's counters."""
-    llm = engine.llm
-    prompts, seed = job["prompts"], sampling["seed"]
-    params = [
-        sampling_params(job, temperature=sampling["temperature"], seed=None if seed is None else seed + index)
-        for index in range(len(prompts))
-    ]
-    engine.events.clear()
-    before = counters(llm)
-    outputs = llm.generate([{"prompt_token_ids": one} for one in prompts], params, use_tqdm=False)
-    return {
         "completions": [list(output.outputs[0].token_ids) for output in outputs],
-        "drafts": placed_drafts(outputs, engine.events),
+        "drafts": placed_drafts(outputs, events),
         "counters": difference(counters(llm), before),
         "model_runner": "V2" if llm.llm_engine.vllm_config.use_v2_model_runner else "V1",
+        "vllm_version": vllm.__version__,
     }
+    shut_down(llm)
+    return result
 
 
 def placed_drafts(outputs: list[Any], events: list[Event]) -> list[list[Json]]:
@@ -287,7 +228,7 @@ def closed_loop(llm: Any, job: Json, concurrency: int, requests: range) -> Json:
     Args:
         requests: numbers that name the prompts, which repeat after the last one.
     """
-    sampling = sampling_params(job, temperature=0.0)
+    sampling = sampling_params(job)
     engine, prompts = llm.llm_engine, [index % len(job["prompts"]) for index in requests]
     submitted: list[float] = []
     lengths: dict[int, int] = {}
@@ -329,12 +270,11 @@ def build(engine: Json, **options: Any) -> Any:
     return LLM(**(engine | options))
 
 
-def sampling_params(job: Json, temperature: float, seed: int | None = None) -> Any:
+def sampling_params(job: Json) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(
-        temperature=temperature,
-        seed=seed,
+        temperature=0.0,
         max_tokens=job["max_tokens"],
         ignore_eos=True,  # the stop tokens are given, and the same on both sides
         stop_token_ids=job["stop_token_ids"],

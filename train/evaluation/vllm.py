@@ -1,7 +1,6 @@
 """Decoding in vLLM with the export as drafter."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,74 +13,53 @@ from train.context import RunContext
 from train.evaluation.measure import Conditions, DecodedSubset, common_positions
 from train.evaluation.replay import PromptAcceptance
 from train.evaluation.serving import (
-    GREEDY,
-    DecodedPass,
     DecodeJob,
     EngineFailure,
     EngineSpec,
-    Sampling,
+    JobResult,
+    Served,
     acceptance,
     draft_room,
-    require,
-    run_jobs,
+    run_job,
 )
 
 NUM_AT_A_TIME = 8  # prompts that an engine decodes concurrently
 
 
 def decode_in_vllm(
-    context: RunContext, prompts: Sequence[Sequence[int]], conditions: Conditions, passes: Path
+    context: RunContext, prompts: Sequence[Sequence[int]], conditions: Conditions
 ) -> DecodedSubset:
-    """Decode the first prompts that fit with the run's export; sample, if that is measured.
-
-    Args:
-        passes: the directory of finished passes.
+    """Decode the first prompts that fit with the run's export.
 
     Raises:
         EngineFailure: the engine does not start, fails, or records other drafts than it counts.
         UserError: no prompt fits, or vLLM's environment is missing.
     """
     parts = context.target.parts
-    on_cpu, log = context.world.device.type == "cpu", context.output_dir / "vllm-evaluate.log"
+    device, log = context.world.device.type, context.output_dir / "vllm-evaluate.log"
     positions = common_positions(parts, context.drafter.config())
     indices = fitting_prompts(prompts, positions, conditions)[: context.config.evaluate.decoded_prompts]
-    chosen = [prompts[index] for index in indices]
-    sampled = []
-    if conditions.temperature and on_cpu:
-        print("evaluate: no sampling: vLLM 0.32 ignores temperatures on the CPU when it has a drafter")
-    elif conditions.temperature:
-        sampled.append(Sampling(conditions.temperature, conditions.seed))
     export = (context.artifacts[Stage.export].directory / "checkpoint").absolute()
-    engine = engine_spec(context, chosen, conditions, export=export)
-    job = DecodeJob(
-        "the export as drafter",
-        engine,
-        chosen,
-        conditions.max_new_tokens,
-        conditions.eos_token_ids,
-        [GREEDY, *sampled],
-        keep=passes.absolute() / "vllm",
+    job = decode_job(
+        "the export as drafter", context, [prompts[one] for one in indices], conditions, export=export
     )
     print(f"evaluate: vLLM decodes {len(indices)} prompts, log: {log}", flush=True)
-    [result] = run_jobs([job], find_python(), log)
-    drafted = require(result, log)
-    for one in drafted.passes:
-        check_recorded(one, conditions.draft_tokens)
-    arguments = engine.arguments()
+    drafted = run_job(job, find_python(), log)
+    check_recorded(drafted, conditions.draft_tokens)
+    arguments = job.engine.arguments()
     dtype = getattr(torch, str(arguments["dtype"]), None)  # "auto" stands for the target's
-    device = "cpu" if on_cpu else "cuda"
     return DecodedSubset(
         engine=f"vLLM {drafted.vllm_version}, {arguments['dtype']}, {device}, "
         f"{arguments['max_num_seqs']} at a time",
         indices=indices,
-        served=drafted.passes[0].served,
-        sampling=sampled_report(drafted.passes[1], conditions) if sampled else None,
+        served=drafted.served,
+        sampling=None,
         dtype=dtype if isinstance(dtype, torch.dtype) else parts.dtype,
     )
 
 
 def decode_with_mtp_head(
-    context: RunContext, prompts: Sequence[Sequence[int]], conditions: Conditions, passes: Path
+    context: RunContext, prompts: Sequence[Sequence[int]], conditions: Conditions
 ) -> dict[str, Any]:
     """Return `mtp` of evaluation.json: what is accepted of greedy drafts by the target's own MTP head.
 
@@ -90,36 +68,27 @@ def decode_with_mtp_head(
 
     Args:
         prompts: all that are replayed; those that fit are decoded.
-        passes: the directory of finished passes.
     """
     log = context.output_dir / "vllm-mtp.log"
     positions = common_positions(context.target.parts, context.drafter.config())
     chosen = [prompts[index] for index in fitting_prompts(prompts, positions, conditions)]
-    job = DecodeJob(
-        "the target's own MTP head",
-        engine_spec(context, chosen, conditions, mtp=True),
-        chosen,
-        conditions.max_new_tokens,
-        conditions.eos_token_ids,
-        keep=passes.absolute() / "mtp",
-    )
+    job = decode_job("the target's own MTP head", context, chosen, conditions, mtp=True)
     print(f"evaluate: {job.name} drafts for {len(chosen)} prompts in vLLM, log: {log}", flush=True)
     try:
-        [result] = run_jobs([job], find_python(), log)
-        [drafted] = require(result, log).passes
+        drafted = run_job(job, find_python(), log)
         check_recorded(drafted, conditions.draft_tokens)
     except EngineFailure as error:
         reason = " ".join(str(error).partition("\n  | ")[0].split())
         return {"missing": f"not measured: {reason}"}
-    return accepted_by_prompt(drafted, conditions.draft_tokens).to_json()
+    return accepted_by_prompt(drafted.served, conditions.draft_tokens).to_json()
 
 
-def engine_spec(
-    context: RunContext, prompts: Sequence[Sequence[int]], conditions: Conditions, **drafter: Any
-) -> EngineSpec:
-    """Return the engine that decodes these prompts. drafter: `export` or `mtp` of `EngineSpec`."""
+def decode_job(
+    name: str, context: RunContext, prompts: Sequence[Sequence[int]], conditions: Conditions, **drafter: Any
+) -> DecodeJob:
+    """Return the job that decodes these prompts. drafter: `export` or `mtp` of `EngineSpec`."""
     spec, k = context.target.spec, conditions.draft_tokens
-    return EngineSpec(
+    engine = EngineSpec(
         target=spec.checkpoint.path,
         k=k,
         dtype=str(context.target.parts.dtype).removeprefix("torch."),
@@ -132,6 +101,7 @@ def engine_spec(
         extra=single_replica(context.config.vllm.engine_args),
         **drafter,
     )
+    return DecodeJob(name, engine, prompts, conditions.max_new_tokens, conditions.eos_token_ids)
 
 
 def fitting_prompts(prompts: Sequence[Sequence[int]], positions: int, conditions: Conditions) -> list[int]:
@@ -169,7 +139,7 @@ def single_replica(engine_args: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def check_recorded(drafted: DecodedPass, k: int) -> None:
+def check_recorded(drafted: JobResult, k: int) -> None:
     """Raise EngineFailure if the recorded drafts and their accepted tokens are not those that vLLM counts.
 
     vLLM counts all of them, also past the end of a completion.
@@ -183,20 +153,7 @@ def check_recorded(drafted: DecodedPass, k: int) -> None:
         raise EngineFailure(f"The recorded drafts ({recorded}) are not those that vLLM counts ({counters}).")
 
 
-def sampled_report(drafted: DecodedPass, conditions: Conditions) -> dict[str, Any]:
-    """Return what sampling in vLLM gave, whose drafts are greedy."""
-    accepted = accepted_by_prompt(drafted, conditions.draft_tokens)
-    return {
-        "temperature": conditions.temperature,
-        "num_prompts": len(accepted.by_prompt),
-        "source": "decoding",
-        "greedy_drafts": accepted.to_json(),
-        "sampled_drafts": None,
-    }
-
-
-def accepted_by_prompt(drafted: DecodedPass, k: int) -> PromptAcceptance:
+def accepted_by_prompt(served: Served, k: int) -> PromptAcceptance:
     """Return the statistics of each prompt's drafts of k tokens that are within its completion."""
-    served = drafted.served
     pairs = zip(served.drafts, served.completions, strict=True)
     return PromptAcceptance(tuple((acceptance(k, [drafts], [completion]),) for drafts, completion in pairs))

@@ -13,7 +13,7 @@ from train.report.results import Acceptance, acceptances, read_report, read_serv
 from train.tables import aligned
 
 # They say where a run was, not what it did.
-_LEFT_OUT = ("output_dir", "stages", "plan.")
+_LEFT_OUT = ("output_dir", "artifacts_dir", "stages", "plan.")
 
 
 @dataclass(frozen=True)

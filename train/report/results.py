@@ -129,9 +129,10 @@ def headline(evaluation: dict[str, Any]) -> str:
 
 def describe_conditions(evaluation: dict[str, Any]) -> str:
     """Return what was replayed and what was decoded."""
+    prompts = counted(evaluation["num_prompts"], "held-out prompt")
     return (
-        f"{evaluation['num_prompts']} held-out prompts by replay, up to {evaluation['max_new_tokens']} new "
-        f"tokens each; {evaluation['decoding']['num_prompts']} of them decoded by {evaluation['engine']}"
+        f"{prompts} by replay, up to {evaluation['max_new_tokens']} new tokens each; "
+        f"{evaluation['decoding']['num_prompts']} of them decoded by {evaluation['engine']}"
     )
 
 
@@ -242,7 +243,7 @@ def format_results(
         lines += [*aligned(acceptance_table(evaluation), text_columns=2), ""]
         lines += [*aligned(position_table(evaluation)), ""]
         rows += details(evaluation)
-        rows += [(name, str(evaluation[name])) for name in ("aux_layer_ids",) if name in evaluation]
+        rows += [("aux layer ids", str(evaluation["aux_layer_ids"]))] if "aux_layer_ids" in evaluation else []
         rows += [("note", note) for note in evaluation.get("notes", [])]
     if serving:
         lines += [*aligned(speed_table(serving)), describe_serving(serving), ""]

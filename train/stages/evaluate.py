@@ -22,7 +22,6 @@ from train.evaluation.measure import (
     candidate_of,
     decode_in_transformers,
     evaluation_json,
-    kept_pass,
     without_vllm,
 )
 from train.evaluation.replay import replay_greedily
@@ -53,10 +52,7 @@ def evaluate_inputs(context: RunContext) -> dict[str, Any]:
 
 
 def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
-    """Replay all test prompts and decode a few of them with the export, into `evaluation.json`.
-
-    Each pass is in `passes/` once it is finished, and is not repeated after an interruption.
-    """
+    """Replay all test prompts and decode a few of them with the export, into `evaluation.json`."""
     config, parts, device = context.config, context.target.parts, context.world.device
     evaluate = config.evaluate
     tests = context.artifacts[Stage.answers].dataset("test")
@@ -71,13 +67,13 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
         temperature_of(context),
         config.seed,
     )
-    passes, decoded, mtp = directory / "passes", None, without_vllm(parts)
+    decoded, mtp = None, without_vllm(parts)
     if config.target.engine is TargetEngine.vllm:
         # Before a drafter is loaded, because vLLM takes nearly all of the GPU's memory.
-        decoded = decode_in_vllm(context, prompts, conditions, passes)
+        decoded = decode_in_vllm(context, prompts, conditions)
         if parts.has_mtp_head:
             replayed_prompts = [prompts[index] for index in store.sample_ids.tolist()]
-            mtp = decode_with_mtp_head(context, replayed_prompts, conditions, passes)
+            mtp = decode_with_mtp_head(context, replayed_prompts, conditions)
     # Float32 on the CPU, and the dtype of training on a GPU.
     dtype = torch.float32 if device.type == "cpu" else step_dtype(config)
     export = context.artifacts[Stage.export].directory / "checkpoint"
@@ -87,19 +83,16 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
         target = CompletingTarget.load(context.target.spec, parts, ids, device, batch_size)
         chosen = range(min(evaluate.decoded_prompts, len(prompts)))
         decoded, decoded_samples = decode_in_transformers(
-            target, trained, prompts, alone, chosen, conditions, passes, passes
+            target, trained, prompts, alone, chosen, conditions, directory / "sampled.jsonl"
         )
         del target  # its memory is free for the replay
     else:
         decoded_samples = stored_samples(store, decoded)
 
     def replayed(name: str, candidate: Candidate) -> dict[str, Any]:
-        def compute() -> dict[str, Any]:
-            samples = tracked(range(len(store)), f"replay, {name}", "prompts")
-            rows = packed(store[index] for index in samples)
-            return replay_greedily(*candidate, rows, conditions.longest_draft).to_json()
-
-        return kept_pass(passes, name, compute)
+        samples = tracked(range(len(store)), f"replay, {name}", "prompts")
+        rows = packed(store[index] for index in samples)
+        return replay_greedily(*candidate, rows, conditions.longest_draft).to_json()
 
     both = {"trained": replayed("trained", trained), "untrained": replayed("untrained", untrained(context))}
     dtype_name = str(parts.dtype).removeprefix("torch.")
@@ -115,8 +108,13 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
 
 
 def temperature_of(context: RunContext) -> float:
-    """Return the temperature for sampling: by default that at which training data is regenerated."""
+    """Return the temperature for sampling: by default that at which training data is regenerated.
+
+    vLLM decodes greedily only: its build for CPUs ignores the temperature where there is a drafter.
+    """
     config = context.config
+    if config.target.engine is TargetEngine.vllm:
+        return 0.0
     for given in (config.evaluate.temperature, config.data.regenerate.temperature):
         if given is not None:
             return given

@@ -1,7 +1,6 @@
 """Drafts by the target's own MTP head: a small random MiMo in vLLM, and what evaluation makes of them."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,11 @@ from train.evaluation import vllm as vllm_evaluation
 from train.evaluation.measure import Conditions, without_vllm
 from train.evaluation.serving import (
     Counters,
-    DecodedPass,
     DecodeJob,
     JobResult,
     PlacedDraft,
     Served,
-    require,
-    run_jobs,
+    run_job,
 )
 from train.evaluation.vllm import decode_with_mtp_head
 
@@ -77,21 +74,19 @@ def test_vllm_drafts_with_the_head_and_writes_what_the_target_does(
     monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(vllm_python))
     results: list[JobResult] = []
 
-    def and_alone(jobs: Sequence[DecodeJob], python: Path, log: Path) -> list[JobResult]:
-        [job] = jobs
+    def and_alone(job: DecodeJob, python: Path, log: Path) -> JobResult:
         assert job.engine.arguments()["speculative_config"]["method"] == "mtp"
-        alone = replace(job, name="alone", engine=replace(job.engine, mtp=False), keep=None)
-        results.extend(run_jobs([job, alone], python, log))
-        require(results[1], log)
-        return results[:1]
+        alone = replace(job, name="alone", engine=replace(job.engine, mtp=False))
+        results.extend(run_job(one, python, log) for one in (job, alone))
+        return results[0]
 
-    monkeypatch.setattr(vllm_evaluation, "run_jobs", and_alone)
+    monkeypatch.setattr(vllm_evaluation, "run_job", and_alone)
     generator = torch.Generator().manual_seed(1)
     prompts = [
         torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in (5, 9, 17, 30, 12, 8)
     ]
-    found = decode_with_mtp_head(context, prompts, CONDITIONS, tmp_path / "passes")
-    drafted, alone = (result.passes[0] for result in results)
+    found = decode_with_mtp_head(context, prompts, CONDITIONS)
+    drafted, alone = results
     assert drafted.served.completions == alone.served.completions
     assert drafted.counters.num_accepted > 20  # and vLLM's counters are those of the recorded drafts
     # Each prompt's drafts that end within its completion, in which accepted tokens are what was written.
@@ -114,15 +109,15 @@ def test_the_head_is_compared_by_prompt(
 ) -> None:
     speculative: list[dict[str, Any]] = []
 
-    def drafted(jobs: Sequence[DecodeJob], *_: object) -> list[JobResult]:
-        speculative.extend(job.engine.arguments()["speculative_config"] for job in jobs)
+    def drafted(job: DecodeJob, *_: object) -> JobResult:
+        speculative.append(job.engine.arguments()["speculative_config"])
         drafts = [[PlacedDraft(1, [3, 4, 5, 6], 2)], [PlacedDraft(1, [3, 4, 5, 6], 0)]]
-        one = DecodedPass(Served([[9] * 8, [9] * 4], drafts), Counters(2, 2, (1, 1, 0, 0)), "V1")
-        return [JobResult("the target's own MTP head", (one,), "0.32.0")]
+        served, counters = Served([[9] * 8, [9] * 4], drafts), Counters(2, 2, (1, 1, 0, 0))
+        return JobResult(served, counters, "V1", "0.32.0")
 
-    monkeypatch.setattr(vllm_evaluation, "run_jobs", drafted)
+    monkeypatch.setattr(vllm_evaluation, "run_job", drafted)
     monkeypatch.setattr(vllm_evaluation, "find_python", lambda: tmp_path)
-    found = decode_with_mtp_head(context, [[4, 5], [6]], CONDITIONS, tmp_path / "passes")
+    found = decode_with_mtp_head(context, [[4, 5], [6]], CONDITIONS)
     assert found["by_prompt"] == {
         "drafts": [[1, 0]],
         "accepted": [[2, 0]],
@@ -137,10 +132,10 @@ def test_a_head_that_vllm_does_not_serve_is_missing_with_the_reason(
     context: RunContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = "NotImplementedError: Unsupported speculative method: 'mtp'"
-    failed = JobResult("the target's own MTP head", (), "", error=error, traceback="  File speculative.py")
-    monkeypatch.setattr(vllm_evaluation, "run_jobs", lambda *_: [failed])
+    failed = {"error": error, "traceback": "  File speculative.py"}
+    monkeypatch.setattr("train.evaluation.serving.run_worker", lambda *_: [failed])
     monkeypatch.setattr(vllm_evaluation, "find_python", lambda: tmp_path)
-    found = decode_with_mtp_head(context, [[4, 5]], CONDITIONS, tmp_path / "passes")
+    found = decode_with_mtp_head(context, [[4, 5]], CONDITIONS)
     assert found == {"missing": f"not measured: vLLM failed (the target's own MTP head): {error}"}
 
 

@@ -15,7 +15,8 @@ from train.evaluation.serving import (
     DecodeJob,
     EngineFailure,
     EngineSpec,
-    require,
+    JobResult,
+    run_job,
     run_jobs,
 )
 
@@ -29,8 +30,8 @@ for index, job in enumerate(json.loads(Path(jobs).read_text())):
         os._exit(3)
     drafts = [[{{"position": 1, "token_ids": [4, 5], "num_accepted": 1}}] for _ in job["prompts"]]
     counters = {{"num_drafts": 1, "num_accepted": 1, "accepted_per_position": [1, 0]}}
-    decoded = {{"completions": job["prompts"], "drafts": drafts, "counters": counters, "model_runner": "V1"}}
-    result = {{"passes": [decoded for _ in job["passes"]], "vllm_version": "0"}}
+    result = {{"completions": job["prompts"], "drafts": drafts, "counters": counters}}
+    result |= {{"model_runner": "V1", "vllm_version": "0"}}
     if job["name"] == "fails":
         result = {{"error": "ValueError: no such tensor", "traceback": "  File loader.py"}}
     (Path(results) / f"{{index}}.json").write_text(json.dumps(result))
@@ -47,8 +48,8 @@ def python(tmp_path: Path) -> Path:
     return path
 
 
-def job(name: str, **options: object) -> DecodeJob:
-    return DecodeJob(name, EngineSpec("target"), [[1, 2]], 8, **options)  # type: ignore[arg-type]
+def job(name: str) -> DecodeJob:
+    return DecodeJob(name, EngineSpec("target"), [[1, 2]], 8)
 
 
 def test_results_come_back_typed_and_a_failed_engine_does_not_end_the_rest(
@@ -57,16 +58,15 @@ def test_results_come_back_typed_and_a_failed_engine_does_not_end_the_rest(
     monkeypatch.setenv("PYTHONPATH", "ours")
     log = tmp_path / "logs" / "vllm.log"
     first, failed, last = run_jobs([job("a"), job("fails"), job("b")], python, log)
-    [decoded] = first.passes
-    assert decoded.served.completions == [[1, 2]]
-    assert decoded.served.drafts[0][0].token_ids == [4, 5]
-    assert decoded.counters.accepted_per_position == (1, 0)
-    assert (last.name, last.error) == ("b", None)
-    assert require(first, log) is first
-    with pytest.raises(EngineFailure, match=r"fails.*no such tensor\n *\|   File loader.py") as raised:
-        require(failed, log)
-    assert str(log) in str(raised.value)
+    assert isinstance(first, JobResult)
+    assert first.served.completions == [[1, 2]]
+    assert first.served.drafts[0][0].token_ids == [4, 5]
+    assert first.counters.accepted_per_position == (1, 0)
+    assert last == first == run_job(job("c"), python, log)
     assert log.read_text() == "engine says hello None\n"
+    assert str(log) in str(failed)
+    with pytest.raises(EngineFailure, match=r"fails.*no such tensor\n *\|   File loader.py"):
+        run_job(job("fails"), python, log)
 
 
 def test_a_process_that_dies_is_an_error_with_the_end_of_its_log(tmp_path: Path, python: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_process_that_dies_is_an_error_with_the_end_of_its_log(tmp_path: Path,
 def test_the_worker_needs_nothing_of_ours(tmp_path: Path) -> None:
     """With a Python without vLLM, the worker fails only when it imports vLLM."""
     with pytest.raises(EngineFailure, match="No module named 'vllm'"):
-        run_jobs([job("a")], Path(sys.executable), tmp_path / "log")
+        run_job(job("a"), Path(sys.executable), tmp_path / "log")
     imported = [line.split()[1] for line in WORKER.read_text().splitlines() if line.startswith("from ")]
     assert not {name.split(".")[0] for name in imported} & {"eagle31", "data", "train", "scripts"}
 

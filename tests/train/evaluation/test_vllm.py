@@ -1,36 +1,25 @@
 """Numbers from vLLM's completions, and the prompts that are left out."""
 
+from dataclasses import replace
+
 import pytest
 
 from eagle31.errors import UserError
 from train.evaluation.measure import Conditions
 from train.evaluation.serving import (
     Counters,
-    DecodedPass,
     EngineFailure,
+    JobResult,
     PlacedDraft,
     Served,
     acceptance,
     draft_room,
 )
-from train.evaluation.vllm import (
-    check_recorded,
-    fitting_prompts,
-    sampled_report,
-)
+from train.evaluation.vllm import check_recorded, fitting_prompts
 
 # Drafts of three tokens: the second was accepted past the end, so that it does not count.
 COMPLETION = list(range(10, 18))
 DRAFTS = [PlacedDraft(1, [11, 12, 99], 2), PlacedDraft(6, [16, 17, 18], 3)]
-
-
-def decoded(
-    completions: list[list[int]],
-    drafts: list[list[PlacedDraft]],
-    accepted_per_position: tuple[int, ...] = (2, 2, 1),
-) -> DecodedPass:
-    counters = Counters(sum(map(len, drafts)), sum(accepted_per_position), accepted_per_position)
-    return DecodedPass(Served(completions, drafts), counters, "V1")
 
 
 def test_drafts_count_that_end_within_the_completion() -> None:
@@ -40,17 +29,11 @@ def test_drafts_count_that_end_within_the_completion() -> None:
 
 
 def test_drafts_that_are_not_those_of_the_counters_raise() -> None:
-    check_recorded(decoded([COMPLETION], [DRAFTS]), 3)
-    for drafts, counted in ((DRAFTS[:1], (2, 2, 1)), (DRAFTS, (2, 2, 0))):
+    right = JobResult(Served([COMPLETION], [DRAFTS]), Counters(2, 5, (2, 2, 1)), "V1", "0")
+    check_recorded(right, 3)
+    for counters in (Counters(1, 5, (2, 2, 1)), Counters(2, 4, (2, 2, 0))):
         with pytest.raises(EngineFailure, match="not those that vLLM counts"):
-            check_recorded(decoded([COMPLETION], [drafts], counted), 3)
-
-
-def test_sampling_in_vllm_has_greedy_drafts_alone() -> None:
-    report = sampled_report(decoded([COMPLETION], [DRAFTS]), Conditions(3, 8, (0,), 0.5, 0))
-    [row] = report["greedy_drafts"]["by_draft_length"]
-    assert (row["k"], row["num_drafts"], row["accepted_per_position"]) == (3, 1, (1, 1, 0))
-    assert (report["temperature"], report["source"], report["sampled_drafts"]) == (0.5, "decoding", None)
+            check_recorded(replace(right, counters=counters), 3)
 
 
 def test_prompts_without_room_for_completion_and_draft_are_left_out(capsys: pytest.CaptureFixture) -> None:

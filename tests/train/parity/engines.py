@@ -17,8 +17,8 @@ from tests.train.parity.parity_cases import CASES, SCALED_FROM, target_path
 from train.drafter.published import target_defaults
 from train.evaluation.parity import Comparison, Reference
 from train.evaluation.serving import (
-    DecodedPass,
     DecodeJob,
+    EngineFailure,
     EngineSpec,
     JobResult,
     Served,
@@ -46,15 +46,15 @@ class EngineResults:
     """What vLLM's engines returned for the cases of one directory of trained targets and exports."""
 
     trained: Path
-    results: dict[str, JobResult]
+    results: dict[str, JobResult | EngineFailure]
     references: dict[Path, Reference] = field(default_factory=dict)  # by the export
 
-    def decoded(self, name: str) -> DecodedPass:
-        """Return a job's only pass; fail the test where its engine failed."""
+    def decoded(self, name: str) -> JobResult:
+        """Return a job's result; fail the test where its engine failed."""
         result = self.results[name]
-        if result.error is not None:
-            pytest.fail(f"{name}: {result.error}\n{result.traceback}", pytrace=False)
-        return result.passes[0]
+        if isinstance(result, EngineFailure):
+            pytest.fail(str(result), pytrace=False)
+        return result
 
     def served(self, name: str) -> Served:
         return self.decoded(name).served

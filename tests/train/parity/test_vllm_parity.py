@@ -19,7 +19,7 @@ from tests.train.parity.parity_cases import (
 )
 from tests.train.parity.published import as_published
 from train.evaluation.parity import Comparison
-from train.evaluation.serving import DecodeJob, JobResult, run_jobs
+from train.evaluation.serving import DecodeJob, EngineFailure, JobResult, run_jobs
 
 pytestmark = pytest.mark.timeout(7200)
 MIN_DRAFTS = {"V1": 200, "V2": 20}
@@ -67,15 +67,16 @@ def engines(
         return EngineResults(trained, results | run_all(few, python, logs / "vllm_v2"))
 
 
-def run_all(jobs: Sequence[DecodeJob], python: Path, logs: Path) -> dict[str, JobResult]:
+def run_all(jobs: Sequence[DecodeJob], python: Path, logs: Path) -> dict[str, JobResult | EngineFailure]:
     """Run jobs, with and without MLA as plain attention: a process has this setting as a whole."""
     expanded = [job for job in jobs if job.name.removeprefix("V2 ") in EXPANDED]
-    results = run_jobs([job for job in jobs if job not in expanded], python, logs.with_suffix(".log"))
+    plain = [job for job in jobs if job not in expanded]
+    results = run_jobs(plain, python, logs.with_suffix(".log"))
     if expanded:
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("VLLM_MLA_DISABLE", "1")
             results += run_jobs(expanded, python, logs.with_name(f"{logs.name}_expanded.log"))
-    return {result.name: result for result in results}
+    return {job.name: result for job, result in zip([*plain, *expanded], results, strict=True)}
 
 
 def compare(engines: EngineResults, name: str, runner: str = "V1") -> Comparison:

@@ -117,7 +117,6 @@ def evaluation() -> dict[str, Any]:
         "sampling": {
             "temperature": 1.0,
             "num_prompts": 32,
-            "source": "replay",
             "greedy_drafts": by_draft_length([850, 402, 238, 110, 60, 30, 15, 7], 1890),
             "sampled_drafts": by_draft_length([1050, 602, 338, 190, 100, 60, 30, 15], 1890),
         },

@@ -1,7 +1,6 @@
 """The evaluate stage with vLLM, compared with the same stage with transformers."""
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,10 @@ from train.config.run import Stage, needed_stages
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.distributed import World
-from train.evaluation import completing, measure
+from train.evaluation import completing
 from train.evaluation import vllm as vllm_evaluation
 from train.evaluation.parity import Reference
-from train.evaluation.serving import DecodeJob, JobResult, run_jobs
+from train.evaluation.serving import DecodeJob, JobResult, run_job
 from train.pipeline import run_stages, unfinished_stages
 from train.stages.report import run_report
 
@@ -57,14 +56,14 @@ def in_vllm(
     found = VllmRun(tmp_path_factory.mktemp("in_vllm") / "run", [], [])
     shutil.copytree(finished[0], found.directory, symlinks=True)
 
-    def kept(jobs: Sequence[DecodeJob], python: Path, log: Path) -> list[JobResult]:
-        found.jobs.extend(jobs)
-        found.results.extend(run_jobs(jobs, python, log))
-        return found.results
+    def kept(job: DecodeJob, python: Path, log: Path) -> JobResult:
+        found.jobs.append(job)
+        found.results.append(run_job(job, python, log))
+        return found.results[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EAGLE31_VLLM_PYTHON", str(vllm_python))
-        patch.setattr(vllm_evaluation, "run_jobs", kept)
+        patch.setattr(vllm_evaluation, "run_job", kept)
         patch.setattr(completing, "load_target", lambda *_: pytest.fail("transformers loaded the target"))
         evaluate_in_vllm(small_target, found.directory)
     return found
@@ -85,7 +84,7 @@ def test_vllm_drafts_and_writes_what_was_trained(small_target: EmbeddedTarget, i
     spec, job = TargetSpec(str(small_target.model)), in_vllm.jobs[0]
     parts = load_target_parts(spec)
     loaded = load_export(export, CPU, torch.float32)
-    served = in_vllm.results[0].passes[0].served
+    served = in_vllm.results[0].served
     reference = Reference.load(loaded, parts, spec, CPU)
     comparison = reference.compare(job.prompts, served, job.engine.k, torch.float32)
     assert comparison.failures == []
@@ -104,7 +103,6 @@ def test_vllm_gives_the_same_numbers_as_eagle31(in_vllm: VllmRun) -> None:
     for name in ("k", "num_prompts", "max_new_tokens", "trained", "untrained"):
         assert vllm[name] == hf[name]
     assert vllm["decoding"]["replay"]["num_identical"] > 20
-    assert vllm["sampling"] is None  # vLLM ignores temperatures on the CPU
 
 
 def test_report_and_card_name_vllm_as_the_engine(in_vllm: VllmRun) -> None:
@@ -114,32 +112,15 @@ def test_report_and_card_name_vllm_as_the_engine(in_vllm: VllmRun) -> None:
         assert engine in (in_vllm.directory / page).read_text()
 
 
-def test_a_pass_that_fails_costs_no_other(
-    small_target: EmbeddedTarget, finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_samples_too_has_the_same_greedy_results(
+    small_target: EmbeddedTarget, finished: tuple[Path, str], tmp_path: Path
 ) -> None:
     shutil.copytree(finished[0], tmp_path / "run", symlinks=True)
     settings = [*arguments(small_target, tmp_path / "run"), "evaluate.temperature=1"]
-
-    def evaluate() -> None:
-        context = RunContext(composed(RECIPE, *settings), World(rank=0, local_rank=0, size=1))
-        stages = needed_stages(replace(context.config, stages=[Stage.evaluate]))
-        for stage in unfinished_stages(context, stages):
-            make_result(context, stage)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(measure, "sampling_report", lambda *_, **__: pytest.fail("the sampling pass"))
-        with pytest.raises(pytest.fail.Exception, match="the sampling pass"):
-            evaluate()
-    artifacts = tmp_path.glob("run/artifacts/evaluate-*")
-    [unfinished] = [path for path in artifacts if not (path / "evaluation.json").exists()]
-    passes = unfinished / "passes"
-    decoded = {f"prompt-{index}.json" for index in range(6)}
-    assert {path.name for path in passes.iterdir()} == {"sampled.jsonl", *decoded}
-    (passes / "prompt-5.json").unlink()
-    before = {path: path.stat().st_mtime_ns for path in passes.iterdir()}
-    evaluate()
-    assert {path: path.stat().st_mtime_ns for path in before} == before
-    found = sorted(evaluations(tmp_path / "run"), key=lambda one: one["sampling"] is None)
-    sampled, greedy = found
+    context = RunContext(composed(RECIPE, *settings), World(rank=0, local_rank=0, size=1))
+    stages = needed_stages(replace(context.config, stages=[Stage.evaluate]))
+    for stage in unfinished_stages(context, stages):
+        make_result(context, stage)
+    sampled, greedy = sorted(evaluations(tmp_path / "run"), key=lambda one: one["sampling"] is None)
     assert sampled | {"sampling": None} == greedy
-    assert (sampled["sampling"]["temperature"], sampled["sampling"]["source"]) == (1.0, "replay")
+    assert sampled["sampling"]["temperature"] == 1.0
