@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data.conversations.boundaries import num_common
 from data.conversations.schemas import AS_TEXT, FORM, IDS, MalformedRow, Messages, are_ids, as_ids
-from data.conversations.template import FIELD, Template, special_tokens, surviving
+from data.conversations.template import FIELD, Template, special_tokens
 from data.conversations.thoughts import empty_thought_end
-from data.conversations.workers import isolated
 
 MASKS = ("loss_mask", "assistant_masks", "assistant_mask", "completion_mask", "response_mask", "labels")
 _IGNORED = -100  # the label of a token that is not supervised
@@ -78,11 +77,7 @@ def text_splitter(
     the last one is left out.
     """
 
-    @cache
-    def markers() -> tuple[str, str]:
-        with surviving(tokenizer):
-            return isolated(partial(_answer_markers, tokenizer, template_kwargs))
-
+    markers = cache(partial(_answer_markers, tokenizer, template_kwargs))
     tokens = map(str, tokenizer.convert_ids_to_tokens(sorted(eos_token_ids)))
     stops = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
     return lambda text: _split(text, *markers(), stops, tokenizer)

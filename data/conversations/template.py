@@ -15,7 +15,6 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from data.conversations.perturbation import UNCHANGED, rewritten, template_source
 from data.conversations.schemas import AS_TEXT, FORM, IDS, form_of, ids_of
-from data.conversations.workers import ProcessKilled
 from data.target.tokenizer import TEMPLATE_FILE
 from eagle31.errors import UserError
 
@@ -27,15 +26,13 @@ TEXT_ARGUMENTS = (
 # What a template that reads the clock is given, so that a run has the same prompts on another day.
 DATE = date(2026, 1, 1)
 _CLOCK = "strftime_now"
-# Tokenizers take about 100 bytes for each. It is twice what a conversation may have.
-_MAX_CHARACTERS = 1 << 24
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]] | None
 
 
 class TemplateRefused(UserError):
-    """The error of a template that raises on a conversation, for example on its roles, or does not end."""
+    """The error of a template that raises on a conversation, for example on its roles."""
 
 
 class Template:
@@ -84,11 +81,6 @@ class Template:
             except TemplateRefused:
                 raise refused from None
             self.has_text_arguments = True
-        if len(text) > _MAX_CHARACTERS:
-            remedy = (
-                f"It writes {len(text):,} characters, more than the {_MAX_CHARACTERS:,} that are tokenized."
-            )
-            raise TemplateRefused(FIELD, self.name, remedy)
         return rewritten(text, messages, self.template, add_generation_prompt=add_generation_prompt)
 
     def _written(self, messages: Messages, add_generation_prompt: bool) -> str:
@@ -159,19 +151,6 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Return what finds the tokens that no text should have."""
     tokens = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(tokens) or r"(?!)")
-
-
-@contextmanager
-def surviving(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Name the template where a process that renders with it has been killed."""
-    try:
-        yield
-    except ProcessKilled as error:
-        remedy = (
-            f"A process that renders conversations has ended: {error}. Correct the template, or start the "
-            "run on fewer cores (taskset) where the machine has no memory for a process on each."
-        )
-        raise UserError(FIELD, name_of(tokenizer), remedy) from error
 
 
 def template_fingerprint(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> str:

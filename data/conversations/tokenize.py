@@ -22,7 +22,7 @@ from data.conversations.choices import Turns
 from data.conversations.masks import RenderedConversation, render
 from data.conversations.reading import first_reasons
 from data.conversations.schemas import Conversations
-from data.conversations.template import TemplateRefused, has_markers, surviving, template_fingerprint
+from data.conversations.template import TemplateRefused, has_markers, template_fingerprint
 from data.conversations.token_bytes import token_ends
 from data.conversations.workers import map_in_order
 from data.progress import Progress
@@ -151,7 +151,6 @@ def tokenize(
     remaining = _chunks(starts.start, len(conversations))
     with (
         Progress("tokenize", None, "conversations", shown=progress) as bar,
-        surviving(tokenizer),
         closing(map_in_order(tokenize_chunk, remaining, num_workers)) as chunks,
     ):
         bar.skip(counts["num_conversations"])

@@ -1,7 +1,6 @@
 """A trial of the tokenizer and the chat template, before all conversations are read."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -11,8 +10,7 @@ from data.conversations.choices import Turns
 from data.conversations.masks import render
 from data.conversations.prompts import prompt_messages, render_prompt, unprompted_header
 from data.conversations.schemas import Conversation
-from data.conversations.template import TemplateRefused, surviving
-from data.conversations.workers import isolated
+from data.conversations.template import TemplateRefused
 from data.target.tokenizer import check_ids
 
 _CONVERSATIONS = 4
@@ -29,8 +27,6 @@ def try_rendering(
 ) -> str | None:
     """Render the first conversations, and return the first note about what the template does, if any.
 
-    This is done in another process, which a template that computes without end does not outlive.
-
     Args:
         turns: None renders only the prompts, whose answers the target will write.
         vocab_size: of the target.
@@ -38,23 +34,7 @@ def try_rendering(
     Raises:
         UserError: the template refuses all of them, or the tokenizer is not the target's.
     """
-    first = list(islice(conversations, _CONVERSATIONS))
-    trial = partial(
-        _try_conversations, first, tokenizer, turns, template_kwargs, frozenset(eos_token_ids), vocab_size
-    )
-    with surviving(tokenizer):
-        return isolated(trial)
-
-
-def _try_conversations(
-    first: Sequence[Conversation],
-    tokenizer: PreTrainedTokenizerBase,
-    turns: Turns | None,
-    template_kwargs: Mapping[str, Any],
-    eos_token_ids: Collection[int],
-    vocab_size: int,
-) -> str | None:
-    refusals = []
+    refusals, first = [], list(islice(conversations, _CONVERSATIONS))
     for conversation in first:
         try:
             if turns is None:

@@ -1,24 +1,18 @@
-"""Functions in forked processes: one alone, or one for each chunk of data with the results in order."""
+"""A function of chunks of data in forked processes, with the results in order."""
 
 import ctypes
 import multiprocessing
 import os
-import resource
 import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
-from pathlib import Path
 from typing import Any, TypeVar
 
+from eagle31.errors import UserError
+
 _CHUNKS_PER_WORKER = 4
-# A chat template comes with somebody else's model. Jinja's sandbox stops what it reads and calls, and not
-# what it computes: `{{ 'x' * 10 ** 10 }}` takes 10 GB, and `{{ 10 ** (10 ** 10) }}` never ends.
-ISOLATED_SECONDS, _CHUNK_SECONDS = 60.0, 1800.0
-_MEMORY_BYTES = 1 << 32  # that a worker may take in addition to what it has inherited
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _Result = TypeVar("_Result")
 _Chunk = TypeVar("_Chunk")
@@ -26,10 +20,6 @@ _Chunk = TypeVar("_Chunk")
 # Forked processes inherit what the function needs, so that nothing is imported or loaded again.
 _FORK = multiprocessing.get_context("fork")
 _worker_function: Callable[[Any], Any] | None = None
-
-
-class ProcessKilled(Exception):
-    """The error of a process that ended without a result."""
 
 
 def end_with_parent() -> None:
@@ -41,17 +31,8 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
-def isolated(function: Callable[[], _Result], seconds: float = ISOLATED_SECONDS) -> _Result:
-    """Return what a function returns in a forked process; raise what `map_in_order` does."""
-    with closing(map_in_order(lambda _: function(), [None], num_workers=2, seconds=seconds)) as results:
-        return next(results)
-
-
 def map_in_order(
-    function: Callable[[_Chunk], _Result],
-    chunks: Iterable[_Chunk],
-    num_workers: int,
-    seconds: float = _CHUNK_SECONDS,
+    function: Callable[[_Chunk], _Result], chunks: Iterable[_Chunk], num_workers: int
 ) -> Generator[_Result, None, None]:
     """Yield the function's results in the order of the chunks; at most a few per worker are in progress.
 
@@ -59,10 +40,9 @@ def map_in_order(
         function: inherited by the processes, with everything that it refers to; not pickled.
         num_workers: the number of processes; 1 uses only this process. Workers are forked, so no process
             group may exist yet.
-        seconds: the longest time for a chunk.
 
     Raises:
-        ProcessKilled: a chunk has taken longer, or somebody has killed one of the processes.
+        UserError: one of the processes was killed.
         Exception: what the function raises.
     """
     if num_workers <= 1:
@@ -74,32 +54,23 @@ def map_in_order(
         for chunk in chunks:
             pending.append(pool.submit(_in_worker, chunk))
             if len(pending) > _CHUNKS_PER_WORKER * num_workers:
-                yield pending.popleft().result(seconds)
+                yield pending.popleft().result()
         while pending:
-            yield pending.popleft().result(seconds)
-    except FutureTimeout as error:
-        for process in list(pool._processes.values()):
-            process.kill()
-        raise ProcessKilled(f"it takes more than {seconds:g} s") from error
+            yield pending.popleft().result()
     except BrokenProcessPool as error:
-        raise ProcessKilled("it was killed") from error
+        remedy = (
+            "One of them was killed, as where the machine has no memory for a process on each core. Run the "
+            "same command again, on fewer cores: taskset -c 0-3 COMMAND."
+        )
+        raise UserError("data", f"{num_workers} processes", remedy) from error
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _limit_memory() -> None:
-    """Have Python raise MemoryError where this process takes too much."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = pages * resource.getpagesize() + _MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit if hard < 0 else min(limit, hard), hard))
 
 
 def _start_worker(function: Callable[[Any], Any]) -> None:
     global _worker_function
     _worker_function = function
     end_with_parent()
-    _limit_memory()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 

@@ -31,7 +31,7 @@ KINDS = ("tokens", "aux", "final")
 _SAMPLE_IDS, _ROWS, _CHECKSUMS = "sample_ids", "rows", "checksums"
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PART_BYTES = 4 << 20  # copied at a time of a tensor that is not contiguous; it stays in the cache
-_AGAIN = "delete it and run again with the capture stage: only this shard is captured again."
+_AGAIN = "run again with the capture stage: only this shard is captured again."
 
 
 class DamagedShard(UserError):
@@ -213,7 +213,7 @@ class ShardFile:
         except FileNotFoundError:
             raise DamagedShard(str(path), None, f"The shard is gone; {_AGAIN}") from None
         except (UserError, KeyError) as error:
-            raise DamagedShard(str(path), "damaged", f"{error} {_AGAIN}") from None
+            raise DamagedShard(str(path), "damaged", f"{error} Delete it and {_AGAIN}") from None
         self.num_bytes = max(entry.stop for entry in entries.values())
         self._head_bytes = min(entry.start for entry in entries.values())
         self._names = [name for name in entries if name in ROWS_OF]
@@ -312,4 +312,6 @@ def check_shard(path: Path, num_bytes: int) -> None:
         raise DamagedShard(str(path), None, f"The shard is gone; {_AGAIN}")
     found = path.stat().st_size
     if found != num_bytes:
-        raise DamagedShard(str(path), f"{found} bytes", f"The shard had {num_bytes} bytes; {_AGAIN}")
+        raise DamagedShard(
+            str(path), f"{found} bytes", f"The shard had {num_bytes} bytes; delete it and {_AGAIN}"
+        )

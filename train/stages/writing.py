@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ from datasets import Dataset
 
 from data.conversations.mixing import print_left_out
 from data.conversations.schemas import Conversations
-from data.conversations.template import surviving
-from data.conversations.workers import isolated
 from data.generation.answers import AnswerGenerator
 from data.generation.hf import transformers_generator
 from data.generation.regenerate import regenerate
@@ -45,13 +42,10 @@ def self_inputs(context: RunContext) -> dict[str, Any] | None:
 
 
 def _user_turn(context: RunContext) -> UserTurn:
-    """Return where the target writes its prompts; its template is tried in another process."""
+    """Return where the target writes its prompts."""
     data, target = context.config.data, context.target
     system_prompt, eos_token_ids = data.self_prompts.system_prompt, target.eos_token_ids
-    with surviving(target.tokenizer):
-        turn = isolated(
-            partial(user_turn, target.tokenizer, system_prompt, target.template_kwargs, eos_token_ids)
-        )
+    turn = user_turn(target.tokenizer, system_prompt, target.template_kwargs, eos_token_ids)
     check_ids(target.tokenizer, [*turn.prompt, *turn.stop_token_ids], target.parts.vocab_size)
     return turn
 

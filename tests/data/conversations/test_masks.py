@@ -21,8 +21,6 @@ from data.conversations.prompts import render_prompt
 from data.conversations.schemas import Conversation
 from data.conversations.template import (
     TEXT_ARGUMENTS,
-    Template,
-    TemplateRefused,
     decode,
     eos_token_ids,
     template_fingerprint,
@@ -345,11 +343,9 @@ def test_a_template_that_joins_arguments_to_the_text_gets_them_as_json(takes_tex
     assert sample.notes[TEXT_ARGUMENTS] == takes_text
 
 
-def test_a_text_that_is_too_long_for_a_tokenizer_is_refused(monkeypatch):
-    monkeypatch.setattr(Template, "encode", pytest.fail)
-    monkeypatch.setattr(template_module, "_MAX_CHARACTERS", 1000)
-    with pytest.raises(TemplateRefused, match="more than the 1,000"):
-        rendered(templates.CHATML, of=conversation("some-id", "q", "a" * 1000))
+def test_what_is_no_template_is_refused():
+    with pytest.raises(UserError, match="It is no Jinja template: .*banana.*in line 2"):
+        rendered("\n{% banana %}")
 
 
 def test_the_fingerprint_covers_template_and_arguments():

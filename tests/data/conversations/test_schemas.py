@@ -47,13 +47,13 @@ ASKED = {"prompt_column": "ask", "response_column": "reply"}
 @pytest.mark.parametrize(
     ("row", "settings", "expected"),
     [
+        # docs/data.md has others.
         ({"conversations": MESSAGES}, {}, "user q assistant a"),
         (
             {"conversations": [{"from": role, "value": value} for role, value in ROLES]},
             {},
             "system s user h assistant g tool o assistant a user u",
         ),
-        ({"prompt": "q", "response": "a", "other": 1}, {}, "user q assistant a"),
         ({"instruction": "q", "output": "a"}, {}, "user q assistant a"),
         ({"question": "q", "answer": "a"}, {}, "user q assistant a"),
         (
@@ -61,26 +61,16 @@ ASKED = {"prompt_column": "ask", "response_column": "reply"}
             ASKED,
             "user q assistant a",
         ),
-        ({"system": "s", "conversations": MESSAGES}, {}, "system s user q assistant a"),
         ({"system": None, "messages": MESSAGES}, {}, "user q assistant a"),
-        ({"system_prompt": "s", "question": "q", "response": "a"}, {}, "system s user q assistant a"),
         ({"system": "s", "messages": [SYSTEM, *MESSAGES]}, {}, "system s user q assistant a"),
-        (
-            {"system": "s", "instruction": "q", "input": "i", "output": "a", "history": [["h", "g"]]},
-            {},
-            "system s user h assistant g user q\n\ni assistant a",
-        ),
         (
             {"history": MESSAGES, "ask": "q", "reply": "a"},
             ASKED,
             "user q assistant a user q assistant a",
         ),
         ({"instruction": "q", "context": "c", "response": "a"}, {}, "user q\n\nc assistant a"),
-        ({"prompt": MESSAGES[:1], "completion": MESSAGES[1:]}, {}, "user q assistant a"),
-        ({"input": MESSAGES[:1], "output": "a"}, {}, "user q assistant a"),
         ({"messages": MESSAGES[:1], "answer": "a"}, {}, "user q assistant a"),
         ({"messages": MESSAGES, "answer": "n"}, {}, "user q assistant a"),
-        ({"dialog": MESSAGES, "label": 1}, {}, "user q assistant a"),
         ({"history": MESSAGES}, {"prompt_column": "history"}, "user q assistant a"),
         ({"prompt": MESSAGES[:1], "context": "c", "answer": "a"}, {}, "user q assistant a"),
         ({"chosen": MESSAGES, "rejected": MESSAGES}, {"prompt_column": "chosen"}, "user q assistant a"),
@@ -94,16 +84,13 @@ ASKED = {"prompt_column": "ask", "response_column": "reply"}
         *(
             (row, {"require_answer": False, **columns}, expected)
             for row, columns, expected in [
-                ({"turns": ["first", "second"]}, {}, "user first user second"),
                 ({"messages": [{"role": "User", "text": "h"}]}, {}, "user h"),
                 ({"messages": [{"role": "user", "value": "h"}]}, {}, "user h"),
                 ({"system_message": "s", "prompt": "p"}, {}, "system s user p"),
                 ({"prompt": ["first", "second"]}, {}, "user first user second"),
                 ({"prompt": MESSAGES}, {}, "user q assistant a"),
                 ({"prompt": [{"type": "text", "text": "p"}]}, {}, "user p"),
-                ({"prompt": "p"}, {}, "user p"),
                 ({"question": "p", "canonical_solution": "s"}, {}, "user p"),
-                ({"instruction": "p", "input": "i"}, {}, "user p\n\ni"),
                 ({"instruction": "p", "output": ""}, {}, "user p"),
                 ({"question": "q", "answer": None}, {}, "user q"),
                 ({"question": "q", "answer": "a"}, {"prompt_column": "question"}, "user q"),

@@ -1,19 +1,7 @@
 from pathlib import Path
 
-from data.store.index import claim
 from data.store.manage import damage
-from tests.data.store.samples import (
-    append_all,
-    flip_last_byte,
-    settings,
-    write_store,
-)
-
-
-def part(directory: Path, ids: list[int], **changes: object) -> Path:
-    claim(directory, settings(**changes))
-    append_all(directory, ids)
-    return directory
+from tests.data.store.samples import flip_last_byte, write_store
 
 
 def test_every_kind_of_damage_is_named(tmp_path: Path) -> None:

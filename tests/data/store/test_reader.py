@@ -21,8 +21,6 @@ from tests.data.store.samples import (
     write_store,
 )
 
-ROOT = Path(__file__).parents[3]
-
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_samples_come_in_one_order_whoever_wrote_them(tmp_path: Path, codec: str) -> None:

@@ -29,7 +29,6 @@ from tests.data.store.samples import (
     settings,
 )
 
-ROOT = Path(__file__).parents[3]
 SHARD_TOKENS = 15
 
 
