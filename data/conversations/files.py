@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import has_magic, iglob
 from itertools import chain
@@ -89,11 +89,12 @@ def find_files(location: str, field: str, split: str, subset: str | None) -> lis
     if is_file(location, field):
         system, found = fsspec.core.url_to_fs(location if is_url(location) else str(path))
         paths = sorted(system.glob(found)) if has_magic(found) and not system.exists(found) else [found]
-    elif path.is_dir() and not any((path / name).exists() for name in _SAVED):
+    elif (splits := _splits(path, subset)) is not None:
         system = fsspec.filesystem("file")
-        splits = load_dataset_builder(str(path), subset).config.data_files
         if split not in splits:
-            raise _no_split(field, location, split, splits)
+            remedy = f"such as {location}/*.jsonl to read the files of all."
+            reason = f"It has no split {split}, only {listed(splits)}; choose one, or give a pattern {remedy}"
+            raise UserError(field, location, reason)
         paths = splits[split]
     else:
         return None
@@ -104,6 +105,25 @@ def find_files(location: str, field: str, split: str, subset: str | None) -> lis
         )
         raise UserError(field, location, remedy)
     return files
+
+
+def unread_files(location: str, subset: str | None) -> list[str]:
+    """Return the files of a directory that are in none of its splits, or of another kind than these."""
+    path = Path(location).expanduser()
+    splits = None if is_url(location) else _splits(path, subset)
+    if splits is None:
+        return []
+    read = {Path(file).resolve() for files in splits.values() for file in files}
+    found = sorted(one for one in path.rglob("*") if _suffix(one.name) in _SUFFIXES)
+    return [str(one) for one in found if one.resolve() not in read]
+
+
+def _splits(path: Path, subset: str | None) -> Mapping[str, list[str]] | None:
+    """Return the files of each split of a directory; None for other paths and what `datasets` has saved."""
+    if not path.is_dir() or any((path / name).exists() for name in _SAVED):
+        return None
+    found: Mapping[str, list[str]] = load_dataset_builder(str(path), subset).config.data_files
+    return found
 
 
 def is_file(location: str, field: str) -> bool:
@@ -145,7 +165,7 @@ def load(location: str, field: str, split: str, subset: str | None, revision: st
             return load_dataset(location, subset, split=split, revision=revision)
         loaded = load_from_disk(str(path))
         if isinstance(loaded, DatasetDict) and split not in loaded:
-            raise _no_split(field, location, split, loaded)
+            raise UserError(field, location, f"It has no split {split}, only {listed(loaded)}.")
         found = loaded[split] if isinstance(loaded, DatasetDict) else loaded
         found.data.table.validate(full=True)  # lists with wrong offsets would be read beyond their ends
         return found
@@ -154,10 +174,6 @@ def load(location: str, field: str, split: str, subset: str | None, revision: st
     except Exception as error:  # `datasets` believes what the files say, and raises whatever comes of it
         reason = f"`datasets` cannot load it (split {split}): {one_line(error)}"
         raise UserError(field, location, reason) from error
-
-
-def _no_split(field: str, location: str, split: str, splits: Iterable[str]) -> UserError:
-    return UserError(field, location, f"It has no split {split}, only {listed(splits)}.")
 
 
 def dataset_rows(name: str, dataset: Iterable[Any]) -> Iterator[tuple[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from data.conversations.files import unread_files
 from data.conversations.held_out import (
     RANK,
     EvaluationPrompts,
@@ -189,6 +190,8 @@ def _read(mixture: Mixture, sources: Mapping[str, Source], path: Path, evaluated
 def _print_read(reader: ConversationReader) -> None:
     """Print what became of a source's rows and columns."""
     layout, location = reader.layout, reader.source.location
+    if unread := unread_files(location, reader.source.subset):
+        print(f"data: {location}: files of no split or another kind, not read: {listed(unread)}")
     if layout is not None:
         print(f"data: {location}: read from {layout}; not used: {listed(reader.unused) or 'none'}")
     rows = f"of {reader.num_rows:,} rows of {location}"

@@ -344,7 +344,7 @@ def test_a_template_that_joins_arguments_to_the_text_gets_them_as_json(takes_tex
 
 
 def test_what_is_no_template_is_refused():
-    with pytest.raises(UserError, match="It is no Jinja template: .*banana.*in line 2"):
+    with pytest.raises(UserError, match=r"It is no Jinja template: .*banana.*in line 2"):
         rendered("\n{% banana %}")
 
 

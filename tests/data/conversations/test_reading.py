@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.conversations.files import unread_files
 from data.conversations.reading import ConversationReader, Source
 from data.conversations.schemas import MAX_CHARACTERS
 from eagle31.errors import UserError
@@ -78,6 +79,12 @@ def test_files_of_a_directory_a_pattern_and_object_storage_are_read_with_their_n
         assert contents(tmp_path / "set", split=split) == expected
     with pytest.raises(UserError, match="no split other, only train, test"):
         contents(tmp_path / "set", split="other")
+    assert unread_files(str(tmp_path / "set"), None) == []
+    for name in ("more.parquet", "train.jsonl"):
+        (tmp_path / "set" / name).touch()
+    assert unread_files(str(tmp_path / "set"), None) == [
+        str(tmp_path / "set" / name) for name in ("more.parquet", "train.jsonl")
+    ]
     fingerprints = {Source(str(tmp_path / "set"), split=split).fingerprint() for split in ("train", "test")}
     assert len(fingerprints) == 2
 
