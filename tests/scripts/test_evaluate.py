@@ -73,6 +73,18 @@ def test_measures_a_checkpoint(asked: CheckpointEvaluation) -> None:
     assert "2 of them decoded by eagle31 (transformers, float32, cpu)" in printed
 
 
+def test_several_sources_are_measured_together_and_each(asked: CheckpointEvaluation, tmp_path: Path) -> None:
+    (tmp_path / "more.jsonl").write_text("\n".join(json.dumps({"q": f"how is {n}"}) for n in ("red", "blue")))
+    result = evaluate_checkpoint(replace(asked, data=[*asked.data, str(tmp_path / "more.jsonl")]))
+    assert [(one["name"], one["num_prompts"]) for one in result["cells"]] == [("data", 3), ("more", 2)]
+    apart = [cell["by_draft_length"][1]["num_drafts"] for cell in result["cells"]]
+    assert sum(apart) == result["trained"]["by_draft_length"][1]["num_drafts"]
+    assert [line.split()[:2] for line in format_matrix(result).splitlines()[1:]] == [
+        ["data", "3"],
+        ["more", "2"],
+    ]
+
+
 def test_the_prompts_that_are_decoded_are_of_all_sources() -> None:
     assert of_all_sources(["a", "a", "a", "b", "c", "c"]) == [0, 3, 4, 1, 5, 2]
 
@@ -114,7 +126,8 @@ def test_matrix(asked: CheckpointEvaluation, tmp_path: Path, monkeypatch: pytest
     ]
     assert [cell["name"] for cell in result["cells"]] == names
     assert [cell["num_prompts"] for cell in result["cells"]] == [3, 3, 3, 2, 2, 2]
-    assert list(result["left_out"]) == ["data/context_60", "other/context_60"]
+    left_out = [note.split(": ")[:2] for note in result["notes"]]
+    assert left_out == [["left out", "data/context_60"], ["left out", "other/context_60"]]
     assert [cell["ratio"] is None for cell in result["cells"]] == [True, False, False] * 2
     for cell in result["cells"][1:3]:
         lengths = [one["by_draft_length"][1]["acceptance_length"] for one in (cell, result["cells"][0])]

@@ -4,7 +4,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from train.evaluation.measure import (
     evaluation_json,
     without_vllm,
 )
-from train.evaluation.replay import replay_greedily
+from train.evaluation.replay import PromptAcceptance, replay_greedily
 
 
 @dataclass(frozen=True)
@@ -139,28 +139,24 @@ def evaluate_checkpoint(
         if not completed:
             remedy = "All of the target's completions are too short for a draft; give fewer."
             raise UserError("--draft-tokens", settings.draft_tokens, remedy)
+        found = []
+        for cell in tracked(completed, "replay", "cells"):
+            rows = packed(cell.samples(target))
+            found.append((cell, replay_greedily(*candidate, rows, conditions.longest_draft)))
+        result |= {
+            "k": settings.draft_tokens,
+            "cells": matrix_result(found, settings.draft_tokens),
+            "aux_layer_ids": list(drafter.aux_layer_ids),
+            "notes": [*loaded.notes, *(f"left out: {name}: {reason}" for name, reason in left_out.items())],
+        }
         if changes is None:
             mtp = without_vllm(parts)
-            result |= _pooled(completed, target, candidate, mtp, conditions, settings.decoded_prompts, output)
-            result |= {
-                "aux_layer_ids": list(drafter.aux_layer_ids),
-                "notes": [
-                    *loaded.notes,
-                    *(f"left out: {name}: {reason}" for name, reason in left_out.items()),
-                ],
-            }
-        else:
-            found = []
-            for cell in tracked(completed, "replay", "cells"):
-                rows = packed(cell.samples(target))
-                found.append((cell, replay_greedily(*candidate, rows, conditions.longest_draft)))
-            result |= {"k": settings.draft_tokens, "cells": matrix_result(found, settings.draft_tokens)}
-    result["left_out"] = left_out
+            result |= _pooled(found, target, candidate, mtp, conditions, settings.decoded_prompts, output)
     return result
 
 
 def _pooled(
-    cells: Sequence[Cell],
+    found: Sequence[tuple[Cell, PromptAcceptance]],
     target: CompletingTarget,
     candidate: Candidate,
     mtp: dict[str, Any] | None,
@@ -169,11 +165,11 @@ def _pooled(
     output: Path,
 ) -> dict[str, Any]:
     """Return the results over the prompts of all sources, in the form of evaluation.json."""
-    sources = [cell.domain for cell in cells for _ in cell.prompts]
-    prompts = [prompt for cell in cells for prompt in cell.prompts]
-    alone = [completion for cell in cells for completion in cell.completions]
-    trained = replay_greedily(*candidate, packed(target.samples(prompts, alone)), conditions.longest_draft)
-    trained = replace(trained, strata=tuple(len(cell.prompts) for cell in cells))
+    sources = [cell.domain for cell, _ in found for _ in cell.prompts]
+    prompts = [prompt for cell, _ in found for prompt in cell.prompts]
+    alone = [completion for cell, _ in found for completion in cell.completions]
+    by_prompt = tuple(lengths for _, acceptance in found for lengths in acceptance.by_prompt)
+    trained = PromptAcceptance(by_prompt, strata=tuple(len(cell.prompts) for cell, _ in found))
     chosen = of_all_sources(sources)[:num_decoded]
     decoded, samples = decode_in_transformers(
         target, candidate, prompts, alone, chosen, conditions, output / "sampled.jsonl", sources

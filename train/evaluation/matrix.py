@@ -247,7 +247,7 @@ def _ratio(
 
 
 def format_matrix(result: Mapping[str, Any]) -> str:
-    """Return the table for the terminal: a row for each cell, and why others are left out."""
+    """Return the table for the terminal, with a row for each cell."""
     k = result["k"]
     rows = [["cell", "prompts", "prompt tokens", f"acceptance length, k = {k}", "of its base cell"]]
     for cell in result["cells"]:
@@ -255,5 +255,5 @@ def format_matrix(result: Mapping[str, Any]) -> str:
         of_base = "" if ratio is None else Interval(ratio["value"], ratio["low"], ratio["high"]).shown()
         counts = [str(cell["num_prompts"]), f"{cell['mean_prompt_tokens']:.0f}"]
         rows.append([cell["name"], *counts, length_of(stats).shown(), of_base])
-    lines = [f"left out: {name}: {reason}" for name, reason in result["left_out"].items()]
-    return "\n".join([*aligned(rows), *lines])
+    has_ratios = any(cell["ratio"] for cell in result["cells"])
+    return "\n".join(aligned(rows if has_ratios else [row[:-1] for row in rows]))

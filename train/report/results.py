@@ -243,8 +243,6 @@ def format_results(
         lines += [*aligned(acceptance_table(evaluation), text_columns=2), ""]
         lines += [*aligned(position_table(evaluation)), ""]
         rows += details(evaluation)
-        rows += [("aux layer ids", str(evaluation["aux_layer_ids"]))] if "aux_layer_ids" in evaluation else []
-        rows += [("note", note) for note in evaluation.get("notes", [])]
     if serving:
         lines += [*aligned(speed_table(serving)), describe_serving(serving), ""]
     rows += [(name, str(run_info[name])) for name in ("export", "report") if run_info and run_info.get(name)]
