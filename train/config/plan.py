@@ -36,8 +36,6 @@ class PlanConfig:
     )
     tflops_per_gpu: float | None = setting(
         None,
-        "Sustained TFLOP/s of one GPU, not its peak, for the hours of capture and training. For training, "
-        "the speed of a process that an earlier run in the same output_dir measured takes precedence. null: "
-        "unknown.",
+        "Sustained TFLOP/s of one GPU, not its peak, for the hours of capture and training. null: unknown.",
         gt=0,
     )

@@ -66,7 +66,7 @@ def _memory_of(way: Way) -> str:
 
 
 def hours_lines(found: Hours | None) -> list[_Line]:
-    """Return name and value of the lines about a run's hours, and the disk that they need."""
+    """Return name and value of the line about a run's hours; none where it cannot run."""
     if found is None:
         return []
     if found.how is None:
@@ -83,12 +83,7 @@ def hours_lines(found: Hours | None) -> list[_Line]:
         bound = "at least "
         parts.append(f"regeneration {bound}{shown(found.regenerate)}")
     total = "" if found.total is None else f"{bound}{shown(found.total)} in all: "
-    lines = [("hours", f"{total}{', '.join(parts)} ({found.how})")]
-    if found.gpu_tokens is not None:
-        most = "at most " if found.regenerate else ""
-        each = f"{most}{rounded(found.gpu_tokens, 3)} trained tokens per GPU-hour"
-        lines.append(("speed", f"{each}, {found.gpu_tokens / 3600:,.0f} per second, target included"))
-    return lines
+    return [("hours", f"{total}{', '.join(parts)} ({found.how})")]
 
 
 def _drafter_lines(plan: Plan) -> list[_Line]:

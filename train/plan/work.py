@@ -1,10 +1,7 @@
 """The work of a run: tokens, steps, bytes, FLOPs, hours."""
 
-import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +9,7 @@ import torch
 from data.store.codec import Rows, encoded_bytes
 from data.target.architecture import attention_flops, cached_elements
 from eagle31.cost.flops import StepFlops, step_flops, typical_counts
-from train.artifact import Artifact, artifacts_dir
+from train.artifact import Artifact
 from train.config.capture import CaptureMode
 from train.config.data import SELF
 from train.config.plan import PlanConfig
@@ -77,8 +74,7 @@ class Hours:
     capture: float | None
     train: float | None
     total: float | None
-    how: str | None  # in words, the speed that they are computed with
-    gpu_tokens: float | None  # trained tokens per hour and GPU of the whole run, those of the target included
+    how: str | None  # in words, the speed that they are computed with, if it is known
 
 
 def data_summary(config: RunConfig) -> dict[str, Any]:
@@ -137,38 +133,19 @@ def run_hours(
     config: RunConfig, work: Work, cluster: Cluster, target: TargetPlacement, writers: TargetPlacement
 ) -> Hours:
     """Return the hours of a run, whose target captures in one place and may write in another."""
-    rate, how = config.plan.tflops_per_gpu, None
+    rate = config.plan.tflops_per_gpu
 
     def at_rate(flops: int | None, num_gpus: int) -> float | None:
         return None if flops is None or rate is None else flops / (rate * 1e12 * _HOUR * num_gpus)
 
-    if rate is not None:
-        how = f"{rate:g} TFLOP/s per GPU"
     completions, ranks = work.completions, cluster.num_ranks
     regenerate = None if completions is None else completions.hours(config.plan, writers.num_at_work)
     capture, train = at_rate(work.capture_flops, target.num_at_work), at_rate(work.train_flops, ranks)
-    measured = _measured_rate(artifacts_dir(config))
-    if measured is not None and work.trained_tokens is not None:
-        train = work.trained_tokens / (measured * ranks) / _HOUR
-        how = f"measured: {measured:,.0f} tokens/s per process"
-    total = gpu_tokens = None
+    total = None
     if regenerate is not None and capture is not None and train is not None:
         at_once = work.online and target.kind != "shared"  # on different GPUs
         total = regenerate + (max(capture, train) if at_once else capture + train)
-        gpu_tokens = (work.trained_tokens or 0) / (total * max(1, cluster.gpus_per_node) * cluster.all_nodes)
-    return Hours(regenerate, capture, train, total, how, gpu_tokens)
-
-
-def _measured_rate(directory: Path) -> float | None:
-    """Return the tokens per second of each rank that the newest training in this directory reached."""
-    files = sorted(directory.glob("train-*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
-    lines = files[-1].read_text(encoding="utf-8", errors="replace").splitlines() if files else []
-    for line in reversed(lines):
-        with suppress(ValueError, KeyError, TypeError):  # a line that was cut
-            record = json.loads(line)
-            if record["kind"] == "train":
-                return float(record["tokens_per_second"]) / record["num_ranks"]
-    return None
+    return Hours(regenerate, capture, train, total, rate and f"{rate:g} TFLOP/s per GPU")
 
 
 @dataclass(frozen=True)
