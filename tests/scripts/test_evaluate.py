@@ -1,10 +1,12 @@
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.generation.hf import TransformersGenerator
@@ -83,6 +85,18 @@ def test_several_sources_are_measured_together_and_each(asked: CheckpointEvaluat
         ["data", "3"],
         ["more", "2"],
     ]
+
+
+def test_other_weights_than_those_of_the_training_are_noted(
+    asked: CheckpointEvaluation, tmp_path: Path
+) -> None:
+    assert evaluate_checkpoint(asked)["notes"] == []
+    shutil.copytree(asked.target, tmp_path / "tuned")
+    weights = load_file(tmp_path / "tuned" / "model.safetensors")
+    weights["model.norm.weight"] *= 1.1
+    save_file(weights, tmp_path / "tuned" / "model.safetensors", metadata={"format": "pt"})
+    [note] = evaluate_checkpoint(replace(asked, target=str(tmp_path / "tuned")))["notes"]
+    assert note.startswith("the drafter was trained for other weights: target_fingerprint=")
 
 
 def test_the_prompts_that_are_decoded_are_of_all_sources() -> None:

@@ -88,11 +88,8 @@ def validate_export(directory: Path, spec: TargetSpec) -> tuple[str, ...]:
     """
     parts = load_target_parts(spec)
     loaded = open_published(directory, parts, None, "export")
-    written = loaded.config.get("eagle31") or {}
-    weights, tokenizer = written.get("target_fingerprint"), written.get("tokenizer_fingerprint")
-    if weights and comparable_fingerprints(weights, parts.fingerprint) and weights != parts.fingerprint:
-        remedy = f"The target has {parts.fingerprint[:18]}: it is another one, or another revision."
-        raise UserError("target_fingerprint", weights[:18], remedy)
+    check_trained_for(loaded, parts)
+    tokenizer = (loaded.config.get("eagle31") or {}).get("tokenizer_fingerprint")
     if tokenizer and tokenizer != (found := tokenizer_fingerprint(load_tokenizer(spec))):
         remedy = f"The target has {found[:12]}: it is the wrong tokenizer, whose ids have another meaning."
         raise UserError("tokenizer_fingerprint", tokenizer[:12], remedy)
@@ -105,6 +102,14 @@ def validate_export(directory: Path, spec: TargetSpec) -> tuple[str, ...]:
         "drafts are accepted, or none; train on with drafter.init_from, or serve no longer texts."
     )
     return (*loaded.notes, note)
+
+
+def check_trained_for(loaded: LoadedExport, parts: TargetParts) -> None:
+    """Raise UserError for an export of this project that was trained for other weights."""
+    weights = (loaded.config.get("eagle31") or {}).get("target_fingerprint")
+    if weights and comparable_fingerprints(weights, parts.fingerprint) and weights != parts.fingerprint:
+        remedy = f"The target has {parts.fingerprint[:18]}: it is another one, or another revision."
+        raise UserError("target_fingerprint", weights[:18], remedy)
 
 
 def target_defaults(parts: TargetParts) -> TargetDefaults:

@@ -20,7 +20,7 @@ from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer
 from eagle31.errors import UserError
 from train.config.evaluate import MAX_DRAFT_TOKENS, MAX_TEMPERATURE
-from train.drafter.published import fetch_checkpoint, open_published
+from train.drafter.published import check_trained_for, fetch_checkpoint, open_published
 from train.evaluation.completing import CompletingTarget, packed
 from train.evaluation.matrix import (
     Cell,
@@ -102,6 +102,13 @@ def evaluate_checkpoint(
     ids = settings.aux_layer_ids and check_aux_layer_ids(settings.aux_layer_ids, parts.num_layers)
     directory = fetch_checkpoint(settings.checkpoint, settings.revision, "checkpoint")
     loaded = open_published(directory, parts, ids, "checkpoint")
+    notes = list(loaded.notes)
+    try:
+        check_trained_for(loaded, parts)
+    except (
+        UserError
+    ) as error:  # what a fine-tuned target accepts of its original's drafter may be of interest
+        notes.append(f"the drafter was trained for other weights: {error}")
     tokenizer = load_tokenizer(spec, settings.chat_template)
     drafter = loaded.drafter.config
     cells, left_out = render_cells(
@@ -147,7 +154,7 @@ def evaluate_checkpoint(
             "k": settings.draft_tokens,
             "cells": matrix_result(found, settings.draft_tokens),
             "aux_layer_ids": list(drafter.aux_layer_ids),
-            "notes": [*loaded.notes, *(f"left out: {name}: {reason}" for name, reason in left_out.items())],
+            "notes": [*notes, *(f"left out: {name}: {reason}" for name, reason in left_out.items())],
         }
         if changes is None:
             mtp = without_vllm(parts)

@@ -145,7 +145,8 @@ def run_hours(
     if regenerate is not None and capture is not None and train is not None:
         at_once = work.online and target.kind != "shared"  # on different GPUs
         total = regenerate + (max(capture, train) if at_once else capture + train)
-    return Hours(regenerate, capture, train, total, rate and f"{rate:g} TFLOP/s per GPU")
+    how = None if rate is None else f"{rate:g} TFLOP/s per GPU"
+    return Hours(regenerate, capture, train, total, how)
 
 
 @dataclass(frozen=True)
