@@ -86,7 +86,7 @@ class Regenerated:
         if self._position >= len(messages):
             return None
         try:
-            prompt = self._tokens(self._history)
+            prompt = self.template.prompt_ids(self._history)
         except TemplateRefused as refused:
             self._end()
             self.refused = refused.remedy
@@ -135,10 +135,7 @@ class Regenerated:
     def min_tokens(self) -> int:
         """Return the fewest tokens that have room for the first prompt and an answer."""
         first = takewhile(lambda message: message["role"] != "assistant", self._messages)
-        return len(self._tokens(list(first))) + MIN_ANSWER_TOKENS
-
-    def _tokens(self, history: Sequence[dict[str, Any]]) -> list[int]:
-        return self.template.prompt_ids(history)
+        return len(self.template.prompt_ids(list(first))) + MIN_ANSWER_TOKENS
 
     def _end(self, reason: str | None = None) -> None:
         self.ended = reason

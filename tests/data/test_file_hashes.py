@@ -1,6 +1,5 @@
 """Hashes of whole files, which are remembered until a file changes."""
 
-import errno
 import hashlib
 import os
 from pathlib import Path
@@ -9,7 +8,6 @@ import pytest
 
 from data import file_hashes
 from data.file_hashes import hash_files
-from eagle31.errors import UserError
 
 
 @pytest.fixture
@@ -42,18 +40,6 @@ def test_a_file_is_read_again_only_when_it_changes(tmp_path: Path, read: list[st
     found = hash_files(files)
     assert found == [hashlib.sha256(b"c").hexdigest(), expected[1]]
     assert sorted(read) == ["a", "a", "b"]
-
-
-def test_a_cache_without_flock_is_named(
-    tmp_path: Path, read: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    (tmp_path / "a").write_text("a")
-    monkeypatch.setattr("fcntl.flock", refuse)
-    with pytest.raises(UserError, match="Its file system has no flock"):
-        hash_files([tmp_path / "a"])
 
 
 def test_small_files_leave_nothing_in_the_cache(tmp_path: Path, cache: Path) -> None:

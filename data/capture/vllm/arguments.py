@@ -15,16 +15,10 @@ from eagle31.errors import UserError
 
 # The rank that writes would have a part of the states only.
 _UNDIVIDED = {
-    "pipeline_parallel_size": "Only the last stage would have the hidden states; use tensor_parallel_size.",
-    "decode_context_parallel_size": (
-        "A rank would have the hidden states of a part of the tokens only; use tensor_parallel_size."
-    ),
-    "prefill_context_parallel_size": (
-        "A rank would have the hidden states of a part of the tokens only; use tensor_parallel_size."
-    ),
+    "pipeline_parallel_size": "Only the last stage would have the hidden states",
+    "decode_context_parallel_size": "A rank would have the hidden states of a part of the tokens only",
+    "prefill_context_parallel_size": "A rank would have the hidden states of a part of the tokens only",
 }
-
-
 # AMX kernels of vLLM take bfloat16 only.
 _AMX_DTYPES = ("auto", "bfloat16")
 
@@ -59,7 +53,8 @@ class CaptureEngine:
     def __post_init__(self) -> None:
         for name, reason in _UNDIVIDED.items():
             if self.extra.get(name, 1) != 1:
-                raise UserError(f"vllm.engine_args.{name}", self.extra[name], reason)
+                remedy = f"{reason}; use tensor_parallel_size."
+                raise UserError(f"vllm.engine_args.{name}", self.extra[name], remedy)
         if self.extra.get("async_scheduling"):
             remedy = (
                 "Leave it out: with it, an engine that captures may repeat tokens of an answer (vllm#56417)."

@@ -20,7 +20,6 @@ SETUP = ROOT / "scripts" / "setup" / "vllm"
 # The only directory of ours on the path of vLLM's processes, and the module in it that finds the others.
 LOADER = ROOT / "data" / "capture" / "vllm" / "plugin" / "path" / "eagle31_vllm.py"
 KEY_VARIABLE = "VLLM_API_KEY"  # the key that a server demands and a client sends; vLLM's own name
-# Python's settings are for our processes and not for vLLM's.
 # Makes an engine's configuration as a server does, from the arguments that follow.
 _CONFIGURE = """
 import sys
@@ -46,6 +45,7 @@ model, _ = ModelRegistry.resolve_model_cls(config.architectures, config)
 sys.exit(0 if supports_eagle3(model) else int(sys.argv[2]))
 """
 _NOT_SERVED = 3
+# Python's settings are for our processes and not for vLLM's.
 _OURS = (
     *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_ENABLE_V1_MULTIPROCESSING"),
     # Of train.command, for GNU's OpenMP and for training.

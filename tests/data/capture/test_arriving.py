@@ -73,6 +73,14 @@ class PromptProducer:
         self.most_bytes = max(self.most_bytes, used_bytes(self.spool))
         return True
 
+    def refuse(self, which: Callable[[StateRequest], bool], reason: str) -> None:
+        def put(request: StateRequest) -> bool:
+            if which(request):
+                self.refused[request.key] = reason
+            return not which(request)
+
+        self.put = put
+
     def answered(self, key: str) -> bool:
         return True
 
@@ -228,13 +236,8 @@ def test_all_samples_come_the_longest_first_with_the_reasons_of_those_refused(
 ) -> None:
     monkeypatch.setattr(arriving, "_CHUNK_SAMPLES", 4)
 
-    def not_three(request: StateRequest) -> bool:
-        if request.input_ids.tolist() != DATASET[3]["input_ids"]:
-            return True
-        producer.refused[request.key] = "too long"
-        return False
-
-    producer = PromptProducer(spool, not_three)
+    producer = PromptProducer(spool)
+    producer.refuse(lambda request: request.input_ids.tolist() == DATASET[3]["input_ids"], "too long")
     found = dict(states_from(DATASET, producer, spool, needed(range(6))).captured(range(11)))
     assert found.pop(3) == "too long"
     lengths = [len(DATASET[index]["input_ids"]) for index in found]
@@ -263,13 +266,8 @@ def test_what_a_restarted_producer_puts_twice_is_removed(spool: Spool) -> None:
 def test_a_refused_sample_is_left_out_with_one_warning(
     spool: Spool, impatient: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def too_long(request: StateRequest) -> bool:
-        if request.input_ids.tolist() != DATASET[3]["input_ids"]:
-            return True
-        producer.refused[request.key] = "too long"
-        return False
-
-    producer = PromptProducer(spool, too_long)
+    producer = PromptProducer(spool)
+    producer.refuse(lambda request: request.input_ids.tolist() == DATASET[3]["input_ids"], "too long")
     order = [5, 3, 7, 3]
     with caplog.at_level(logging.WARNING):
         samples = read(states_from(DATASET, producer, spool), order)
@@ -279,11 +277,8 @@ def test_a_refused_sample_is_left_out_with_one_warning(
 
 
 def test_too_many_refusals_end_the_run_with_the_reason(spool: Spool, impatient: None) -> None:
-    def refuse(request: StateRequest) -> bool:
-        producer.refused[request.key] = "no such token"
-        return False
-
-    producer = PromptProducer(spool, refuse)
+    producer = PromptProducer(spool)
+    producer.refuse(lambda _: True, "no such token")
     with pytest.raises(UserError, match=r"9 of 30 samples refused.* no such token"):
         read(states_from(DATASET, producer, spool), list(range(10)))
 

@@ -112,10 +112,8 @@ def test_known_schemas_and_named_columns_are_read(tmp_path, row, settings, expec
         ({"sentence": "x", "label": 1}, {}, "sentence, label"),
         ({"prompt": "a", "response": "b", "question": "c", "answer": "d"}, {}, "Several schemas fit"),
         ({"prompt": "a", "response": "b"}, {"response_column": "response"}, "Name both"),
-        ({"text": "x"}, {"require_answer": False}, "or name text as the prompt column"),
         ({"prompt": "a", "turns": ["b"]}, {"require_answer": False}, "Several schemas fit"),
         ({"chosen": MESSAGES, "rejected": MESSAGES}, {}, "Several schemas fit.*name data.prompt_column"),
-        ({"input_ids": [1]}, {}, "Token ids need a column"),
         ({"text": "<|im_start|>user"}, {}, "template's markers.*or name text as the prompt column"),
         (
             {"prompt": "a", "response": "b"},

@@ -23,18 +23,22 @@ SAMPLED = replace(GREEDY, temperature=1.0)
 RECOMMENDED = replace(SAMPLED, top_k=20, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
 
 
-def test_a_request_leaves_nothing_to_the_models_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bodies: list[dict[str, Any]] = []
+@pytest.fixture
+def bodies(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The requests to servers, which a stand-in answers at once."""
+    found: list[dict[str, Any]] = []
 
     async def answered(_: VllmClient, method: str, path: str, body: Any = None, seconds: float = 0) -> dict:
         if method == "GET":
             return INFO.to_json()
-        bodies.append(body)
+        found.append(body)
         return {"choices": [{"finish_reason": "stop", "token_ids": [2]}]}
 
     monkeypatch.setattr(VllmClient, "_request", answered)
+    return found
+
+
+def test_a_request_leaves_nothing_to_the_models_settings(tmp_path: Path, bodies: list[dict]) -> None:
     expected = ExpectedTarget(INFO.model, "f", torch.bfloat16)
     asked: dict[str, dict[int, dict[str, Any]]] = {}
     for name, sampling, prompts in (
@@ -66,6 +70,7 @@ def test_a_request_leaves_nothing_to_the_models_settings(
     assert fields.items() <= asked["recommended"][1].items()
 
 
+@pytest.mark.usefixtures("bodies")
 def test_a_slow_disk_delays_no_prompt_for_which_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,12 +81,6 @@ def test_a_slow_disk_delays_no_prompt_for_which_there_is_room(
         num_writes += 1
         time.sleep(0.02)
 
-    async def answered(_: VllmClient, method: str, path: str, body: Any = None, seconds: float = 0) -> dict:
-        if method == "GET":
-            return INFO.to_json()
-        return {"choices": [{"finish_reason": "stop", "token_ids": [2]}]}
-
-    monkeypatch.setattr(VllmClient, "_request", answered)
     monkeypatch.setattr("os.fsync", sync)
     generator = VllmGenerator(
         [VllmClient("http://nowhere", 200)], ExpectedTarget(INFO.model, "f", torch.bfloat16)
