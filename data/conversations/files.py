@@ -108,14 +108,14 @@ def find_files(location: str, field: str, split: str, subset: str | None) -> lis
 
 
 def unread_files(location: str, subset: str | None) -> list[str]:
-    """Return the files of a directory that are in none of its splits, or of another kind than these."""
+    """Return the files of a directory that are in none of its splits, by their paths in it."""
     path = Path(location).expanduser()
     splits = None if is_url(location) else _splits(path, subset)
     if splits is None:
         return []
     read = {Path(file).resolve() for files in splits.values() for file in files}
     found = sorted(one for one in path.rglob("*") if _suffix(one.name) in _SUFFIXES)
-    return [str(one) for one in found if one.resolve() not in read]
+    return [str(one.relative_to(path)) for one in found if one.resolve() not in read]
 
 
 def _splits(path: Path, subset: str | None) -> Mapping[str, list[str]] | None:

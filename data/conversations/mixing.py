@@ -191,7 +191,7 @@ def _print_read(reader: ConversationReader) -> None:
     """Print what became of a source's rows and columns."""
     layout, location = reader.layout, reader.source.location
     if unread := unread_files(location, reader.source.subset):
-        print(f"data: {location}: files of no split or another kind, not read: {listed(unread)}")
+        print(f"data: {location}: files in none of its splits, not read: {listed(unread)}")
     if layout is not None:
         print(f"data: {location}: read from {layout}; not used: {listed(reader.unused) or 'none'}")
     rows = f"of {reader.num_rows:,} rows of {location}"

@@ -82,9 +82,7 @@ def test_files_of_a_directory_a_pattern_and_object_storage_are_read_with_their_n
     assert unread_files(str(tmp_path / "set"), None) == []
     for name in ("more.parquet", "train.jsonl"):
         (tmp_path / "set" / name).touch()
-    assert unread_files(str(tmp_path / "set"), None) == [
-        str(tmp_path / "set" / name) for name in ("more.parquet", "train.jsonl")
-    ]
+    assert unread_files(str(tmp_path / "set"), None) == ["more.parquet", "train.jsonl"]
     fingerprints = {Source(str(tmp_path / "set"), split=split).fingerprint() for split in ("train", "test")}
     assert len(fingerprints) == 2
 
