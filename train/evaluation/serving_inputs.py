@@ -28,7 +28,7 @@ from eagle31.errors import UserError
 from eagle31.export.layouts import read_raw_config
 from eagle31.export.published_config import read_config
 from eagle31.json_files import read_json
-from train.artifact import MANIFEST
+from train.artifact import EXPORT, MANIFEST
 from train.config.run import Stage
 from train.evaluation.measure import common_positions
 from train.evaluation.serving import EngineSpec, draft_room
@@ -213,10 +213,10 @@ def find_prompts(
 
 
 def run_directory(export: Path) -> Path | None:
-    """Return the OUTPUT_DIR of the run that holds an export, also through the link `OUTPUT_DIR/export`."""
+    """Return the OUTPUT_DIR of the run whose export this is; None for its earlier exports, and for others."""
     for path in (export.absolute(), export.resolve()):
         for parent in path.parents:
-            if (parent / "run.json").exists():
+            if (parent / "run.json").exists() and (parent / EXPORT).resolve() == export.resolve():
                 return parent
     return None
 

@@ -50,6 +50,9 @@ def test_default_is_the_held_out_prompts_of_the_run(tmp_path: Path) -> None:
     assert prompts == [[0, 1]] * 2
     assert "answers-1" in source
     assert run_directory(export.resolve()) == run_directory(export) == tmp_path
+    earlier = tmp_path / "artifacts" / "export-0" / "checkpoint"
+    earlier.mkdir(parents=True)
+    assert run_directory(earlier) is None  # its speed is not to replace that of the run's export
 
 
 def test_prompts_that_are_too_long_are_refused(tmp_path: Path) -> None:

@@ -95,14 +95,6 @@ def test_a_run_starts_in_its_container(start: Start, tmp_path: Path) -> None:
     assert f"\n{inside}" in calls.read_text()
 
 
-def test_slurm_starts_a_run_in_its_container() -> None:
-    job = Job(nodes=2, target_nodes=1, container_image="registry#a:1", mounts=["/data"])
-    script = render(job, "any_target", [], Path("/shared/run"), "/env/bin/python")
-    mounts = f"{CHECKOUT}:{CHECKOUT},/shared/run:/shared/run,/data:/data"
-    assert script.count(f"'--container-image=registry#a:1' --container-mounts={mounts} ") == 2
-    assert "here=(\n    python3\n)" in script
-
-
 def test_torchrun_has_the_address_by_which_slurm_reaches_its_node(start: Start) -> None:
     process, calls = start(Job(nodes=2), "")
     assert process.wait() == 0

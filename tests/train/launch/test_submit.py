@@ -51,8 +51,9 @@ def test_options_reach_sbatch_and_tokens_stay_in_the_environment(
     ]
     for part in ("\nmodule load cuda\n", "--nnodes=2 --nproc-per-node=4", "serve_target"):
         assert part in done.out
-    assert "--container-image=a.sqsh --container-mounts=" in done.out
-    assert ",/data:/data,/results:/results " in done.out
+    assert done.out.count(" --container-image=a.sqsh --container-mounts=") == 2
+    assert done.out.count(",/data:/data,/results:/results ") == 2
+    assert "here=(\n    python3\n)" in done.out
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600" in done.out
     assert "planted" not in done.out + done.err
     assert not (tmp_path / "run").exists()

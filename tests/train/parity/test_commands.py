@@ -33,9 +33,8 @@ def test_invalid_input_is_refused_before_anything_is_read(export: Path, tmp_path
         assert message in done.err
 
 
-@pytest.mark.parametrize("script", ["scripts/check_serving", "scripts/bench/serving"])
 def test_a_target_that_vllm_does_not_serve_is_refused_before_any_weight_is_read(
-    export: Path, tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch
+    export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "target").mkdir()
     config = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
@@ -44,7 +43,7 @@ def test_a_target_that_vllm_does_not_serve_is_refused_before_any_weight_is_read(
     python.write_text("#!/bin/sh\nexit 3\n")  # as vLLM answers for it
     python.chmod(0o755)
     monkeypatch.setenv("EAGLE31_VLLM_PYTHON", str(python))
-    done = run_command(script, export, "--target", tmp_path / "target")
+    done = run_command("scripts/check_serving", export, "--target", tmp_path / "target")
     assert done.status == 2
     assert "does not serve Gemma3ForCausalLM with EAGLE 3" in done.err
     assert "--engine-args model_impl=transformers" in done.err
