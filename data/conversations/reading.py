@@ -158,7 +158,7 @@ class ConversationReader:
             cut: list[str] = []
             try:
                 layout = self._layout(row)
-                messages, cut = usable(layout.messages(row, self._split_text))
+                messages, cut = usable(layout.messages(row, self._split_text), row)
                 conversation = to_conversation(row, messages, self.source.require_answer)
             except MalformedRow as reason:
                 left_out = self.left_out if cut else self.malformed

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -21,7 +22,8 @@ _ROLES |= {"tool_call": _CALL}
 _WEIGHTS = ("weight", "loss", "loss_weight", "train", "training")  # a message is context only if one is 0
 _ZEROS = ("0", "0.0", "false", "no")  # as texts have it
 _TEXTS = ("content", "value", "text")  # keys of a message's text
-_MEDIA = ("image", "video", "audio")  # in the type of a content part
+# In the type of a content part. As LLaVA's, a row with such a column has <image> where a text shows it.
+_MEDIA = ("image", "video", "audio")
 FORM, AS_TEXT, IDS = "preformatted", "text", "input_ids"  # the key of a message of such a row, and its values
 NO_ANSWER = "there is no assistant turn"
 REGENERATE = "set data.regenerate.enabled=true, with which the target writes the answers"
@@ -116,14 +118,15 @@ def with_known_role(message: Any) -> dict[str, Any]:
     return found
 
 
-def usable(messages: Messages) -> tuple[Messages, list[str]]:
-    """Return the messages that can be used, and what is cut from the conversation.
+def usable(messages: Messages, row: Mapping[str, Any]) -> tuple[Messages, list[str]]:
+    """Return the messages of a row that can be used, and what is cut from the conversation.
 
     Only text is used, from the first message of the user on.
     """
     cut = []
+    marks = [f"<{kind}>" for kind in _MEDIA if row.get(kind) or row.get(f"{kind}s")]
     for reason, ends in (
-        ("images, videos or sounds: only the turns before the first are used", _has_media),
+        ("images, videos or sounds: only the turns before the first are used", partial(_has_media, marks)),
         ("an empty message: only the turns before it are used", _is_empty),
     ):
         end = next((i for i, message in enumerate(messages) if ends(message)), None)
@@ -140,8 +143,10 @@ def usable(messages: Messages) -> tuple[Messages, list[str]]:
     return kept, cut
 
 
-def _has_media(message: Mapping[str, Any]) -> bool:
+def _has_media(marks: Sequence[str], message: Mapping[str, Any]) -> bool:
     content = message.get("content")
+    if isinstance(content, str):
+        return any(mark in content for mark in marks)
     parts = content if isinstance(content, list) else []
     types = [str(part.get("type")) for part in parts if isinstance(part, dict)]
     return any(kind in type_ for type_ in types for kind in _MEDIA)

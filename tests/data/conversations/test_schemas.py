@@ -147,6 +147,11 @@ def test_a_conversation_ends_before_its_first_image_and_is_no_malformed_row(tmp_
     write_jsonl(tmp_path / "a.jsonl", [{"messages": rows[0]}])
     with pytest.raises(UserError, match=r"of 1 nothing can be used.*\n.*images"):
         list(reader)
+    # As LLaVA's: the text says where the image of the row is.
+    marked = [MESSAGES[0] | {"content": "<image>\nq"}, MESSAGES[1]]
+    rows = [{"images": images, "messages": [*MESSAGES, *marked]} for images in (["a.png"], [])]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    assert [len(one.messages) for one in reader] == [2, 4]
 
 
 def test_malformed_rows_are_left_out_and_named(tmp_path):
