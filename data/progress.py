@@ -87,6 +87,10 @@ class Progress:
             self._bar.initial += count
             self._bar.update(count)
 
+    def complete(self) -> None:
+        """Notes that there are no more units than the finished ones, where the total was an estimate."""
+        self._total = self._bar.total = self._done
+
     def note(self, text: str | Callable[[], str]) -> None:
         """Shows `text`, such as the current loss, from the next line on. A function is called for each."""
         self._note = text

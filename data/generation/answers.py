@@ -225,6 +225,7 @@ def answer_dialogues(
     with Progress(title, total, "answers", shown=progress) as bar:
         bar.note(lambda: f"{num_tokens / (time.monotonic() - started):,.0f} tokens/s")
         generator.converse(asked(), sampling, answered, refused)
+        bar.complete()  # conversations may end early
     if refusals:
         shown = first_reasons(sorted(refusals))
         print(f"{title}: {len(refusals):,} of {num_dialogues:,} were refused:{shown}", file=sys.stderr)

@@ -15,7 +15,9 @@ class Clock:
         return self.now
 
 
-def run(total: int | None, seconds_per_unit: float, units: int, **options: object) -> list[str]:
+def run(
+    total: int | None, seconds_per_unit: float, units: int, completes: bool = False, **options: object
+) -> list[str]:
     """Returns the lines that a stage prints to a log."""
     clock, stream = Clock(), io.StringIO()
     bar = Progress("capture", total, "tokens", stream=stream, clock=clock, **options)  # type: ignore[arg-type]
@@ -23,6 +25,8 @@ def run(total: int | None, seconds_per_unit: float, units: int, **options: objec
         for _ in range(units):
             clock.now += seconds_per_unit
             bar.update()
+        if completes:
+            bar.complete()
     return stream.getvalue().splitlines()
 
 
@@ -34,6 +38,11 @@ def test_a_log_has_a_line_after_5_seconds_then_every_30_and_one_at_the_end() -> 
         "capture: 95/100 tokens (95%), 1 tokens/s, 5.0 s left",
         "capture: 100 tokens in 1 min 40 s, 1 tokens/s",
     ]
+
+
+def test_what_ends_before_its_total_has_stopped_unless_the_total_was_an_estimate() -> None:
+    assert run(9, 1.0, 3) == ["capture: stopped at 3/9 tokens in 3.0 s, 1 tokens/s"]
+    assert run(9, 1.0, 3, completes=True) == ["capture: 3 tokens in 3.0 s, 1 tokens/s"]
 
 
 @pytest.mark.parametrize(
