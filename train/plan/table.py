@@ -13,17 +13,17 @@ def format_plan(plan: Plan) -> str:
     sections = [_drafter_lines(plan), _memory_lines(way), _target_lines(plan), work_lines(plan.work)]
     lines = [f"plan: {plan.recipe}, {plan.target_model}"]
     rows = [(f"  {name}", value) for section in sections for name, value in section]
-    rows += [(f"  {name}", value) for name, value in hours_lines(way.hours)]
+    apart = len(plan.ways) > 1 or bool(way.commands)  # each way has its own lines
+    if not apart:
+        rows += [(f"  {name}", value) for name, value in hours_lines(way.hours)]
     lines += aligned(rows, text_columns=2)
     lines += [f"  note: {note}" for note in plan.notes]
     if plan.unserved is not None:
         lines.append(f"  WARNING: {plan.unserved}")
-    lines += [f"  DOES NOT FIT: {one}" for one in [*way.shortages, *plan.lacking]]
-    if way.refusal is not None:
+    lines += [f"  DOES NOT FIT: {one}" for one in [*([] if apart else way.shortages), *plan.lacking]]
+    if way.refusal is not None and not apart:
         lines.append(f"  CANNOT WORK: {way.refusal}")
-    if len(plan.ways) > 1 or way.commands:
-        lines += _ways(plan.ways)
-    return "\n".join(lines)
+    return "\n".join([*lines, *(_ways(plan.ways) if apart else [])])
 
 
 def _ways(ways: list[Way]) -> list[str]:
@@ -33,8 +33,8 @@ def _ways(ways: list[Way]) -> list[str]:
         nodes, gpus = counted(way.cluster.all_nodes, "node"), way.cluster.gpus_per_node
         lines += ["", f"  {nodes} of {counted(gpus, 'GPU')}" if gpus else f"  {nodes}"]
         if not way.works:
-            reasons = [way.refusal] if way.refusal else map(str, way.shortages)
-            lines += [f"    cannot:   {reason}" for reason in reasons]
+            reasons = [way.refusal] if way.refusal else []
+            lines += [f"    cannot:   {reason}" for reason in [*reasons, *map(str, way.shortages)]]
             continue
         if way.target is not None:
             lines.append(f"    target    {way.target.where}")
@@ -136,16 +136,15 @@ def work_lines(work: Work) -> list[_Line]:
     def shown(value: float | None) -> str:
         return "unknown" if value is None else f"{value:.3g}"
 
+    states = "unknown"
+    if work.store_bytes is not None:  # 0: training gets them at once, or from a given store
+        states = gigabytes(work.store_bytes) if work.store_bytes else "none to store"
+        states += " wait at most" if work.online and work.store_bytes else ""
     steps = "unknown" if work.steps is None else f"{work.steps:,}, {work.trained_tokens:,} tokens in rows"
     lines = [
         ("tokens", work.tokens_from if work.tokens is None else f"{work.tokens:,} ({work.tokens_from})"),
         ("steps", steps),
-        (
-            "hidden states",
-            ("unknown" if work.store_bytes is None else gigabytes(work.store_bytes))
-            + (" wait at most" if work.online else "")
-            + f", and {gigabytes(work.held_out_bytes)} of held-out prompts",
-        ),
+        ("hidden states", f"{states}, and {gigabytes(work.held_out_bytes)} of held-out prompts"),
         ("FLOPs of a row", f"{work.step_flops.total:.3g}"),
         ("FLOPs of training", shown(work.train_flops)),
         ("FLOPs of capture", shown(work.capture_flops)),
