@@ -1,6 +1,8 @@
 """Which columns of a row make a conversation: the known names, columns of messages, and what they become."""
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +102,7 @@ class Layout:
         return None if column is None else row.get(column)
 
     def _asked(self, row: Mapping[str, Any]) -> Messages:
-        prompt, further = row.get(self.prompt), self._value(row, "further")
+        prompt, further = _cell(row.get(self.prompt)), self._value(row, "further")
         if further is not None and (text := text_of(further)).strip():
             prompt = f"{prompt}\n\n{text}"
         return _spoken(prompt, "user")
@@ -138,7 +140,7 @@ def find_layout(
         prompts = [name for name in _PROMPTS if name in row] or [name for name in ("input",) if name in row]
         responses = [name for name in _RESPONSES if name in row]
         prompts = prompts or [
-            name for name, value in row.items() if are_messages(value) and name != "history"
+            name for name, value in row.items() if are_messages(_cell(value)) and name != "history"
         ]
         if not prompts and IDS in row:
             mask = next((name for name in MASKS if name in row), None)
@@ -159,9 +161,9 @@ def find_layout(
             )
         [prompt] = prompts
         response = responses[0] if len(responses) == 1 else None
-        if isinstance(row[prompt], str):
+        if isinstance(_cell(row[prompt]), str):
             further = next((name for name in _FURTHER if name in row and name != prompt), None)
-    if response is None and require_answer and not _has_answer(row[prompt]):
+    if response is None and require_answer and not _has_answer(_cell(row[prompt])):
         raise NoLayout(
             f"It has prompts without answers: {REGENERATE}, or give answers too, in the columns that {names} "
             f"name. {found}"
@@ -175,6 +177,15 @@ def _has_answer(prompt: Any) -> bool:
 
 def _is_answer(message: Mapping[str, Any]) -> bool:
     return with_known_role(message)["role"] == "assistant"
+
+
+def _cell(value: Any) -> Any:
+    """Return what a column has: messages also where it is their JSON text, as in a CSV file."""
+    if isinstance(value, str) and value.lstrip().startswith("[{"):
+        with suppress(ValueError, RecursionError):
+            if are_messages(found := json.loads(value)):
+                return found
+    return value
 
 
 def _spoken(value: Any, role: str) -> Messages:
