@@ -26,11 +26,10 @@ class EngineFailure(RuntimeError):
 class EngineSpec:
     """The description of one engine: the target, alone or with a drafter."""
 
-    target: str
+    target: str  # or an export in speculators' layout, which names its target, as for `vllm serve EXPORT`
     export: Path | None = None
     mtp: bool = False  # without an export: whether the target's own MTP head drafts
     k: int = 0  # tokens per draft
-    bare: bool = False  # as `vllm serve EXPORT`: an export in speculators' layout names its target
     dtype: str = "float32"
     revision: str | None = None
     trust_remote_code: bool = False
@@ -43,7 +42,7 @@ class EngineSpec:
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `vllm.LLM`."""
         arguments: dict[str, Any] = {
-            "model": str(self.export) if self.bare else self.target,
+            "model": self.target,
             "dtype": self.dtype,
             "trust_remote_code": self.trust_remote_code,
             "max_model_len": self.max_model_len,
@@ -56,7 +55,7 @@ class EngineSpec:
         }
         if self.max_num_seqs is not None:
             arguments["max_num_seqs"] = self.max_num_seqs
-        if self.revision is not None and not self.bare:
+        if self.revision is not None:
             arguments["revision"] = self.revision
         backend = attention_backend(str(self.extra.get("dtype", self.dtype)))
         if "attention_config" not in self.extra:  # vLLM takes one of the two
@@ -64,17 +63,13 @@ class EngineSpec:
         drafter: dict[str, Any] = {}
         if self.mtp:
             drafter = {"method": "mtp"}
-        elif self.export is not None and not self.bare:
-            drafter = {"model": str(self.export), "method": self.method}
+        elif self.export is not None:
+            method = served_method(read_raw_config(self.export))
+            drafter = {"model": str(self.export), "method": method}
         if drafter:
             # vLLM never gives a drafter its target's backend.
             arguments["speculative_config"] = drafter | {"num_speculative_tokens": self.k} | backend
         return arguments | self.extra
-
-    @property
-    def method(self) -> str | None:
-        """The kind of drafter, by vLLM's name; None without one."""
-        return None if self.export is None else served_method(read_raw_config(self.export))
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ def time_serving(
     rounds: int,
     num_requests: int,
     one_at_a_time: bool,
-    ignore_eos: bool,
 ) -> dict[str, Any]:
     """Run an engine for each draft length and one without the drafter; return what serving.json holds.
 
@@ -53,7 +52,7 @@ def time_serving(
         "rounds": rounds,
         "num_requests": num_requests,
         "max_tokens": inputs.max_new_tokens,
-        "stop_token_ids": [] if ignore_eos else inputs.stop_token_ids,
+        "stop_token_ids": inputs.stop_token_ids,
         "prompts": inputs.prompts,
     }
     (result,) = run_worker([job], python, log)
@@ -66,7 +65,6 @@ def time_serving(
         "target": inputs.spec.model,
         "export": str(inputs.export.resolve()),
         "temperature": 0,
-        "ignore_eos": ignore_eos,
         "max_new_tokens": inputs.max_new_tokens,
         "num_prompts": len(inputs.prompts),
         "prompts": inputs.prompts_source,

@@ -94,10 +94,10 @@ def speed_table(numbers: dict[str, Any]) -> list[list[str]]:
 
 def describe_serving(numbers: dict[str, Any]) -> str:
     """Return what the table has and its conditions, as a sentence."""
-    length = f"{'' if numbers['ignore_eos'] else 'at most '}{numbers['max_new_tokens']} tokens per completion"
     return (
         "Output tokens per second per user, and their quotient with its 95 % interval over prompts. "
-        f"{numbers['engine']}, {numbers['dtype']}, {numbers['device']}; temperature 0, {length}."
+        f"{numbers['engine']}, {numbers['dtype']}, {numbers['device']}; temperature 0, at most "
+        f"{numbers['max_new_tokens']} tokens per completion."
     )
 
 

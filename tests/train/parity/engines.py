@@ -81,11 +81,11 @@ def held_out_prompts(trained: Path, target: str) -> list[list[int]]:
 def decode_job(name: str, case: str, export: Path, trained: Path, amount: Amount = ENOUGH) -> DecodeJob:
     """Return a job without stop tokens, so that every prompt gives as many drafts as it can."""
     prompts = held_out_prompts(trained, CASES[case].target)[: amount.num_prompts]
+    bare = layout_of(read_raw_config(export)) is Layout.speculators  # as for `vllm serve EXPORT`
     engine = EngineSpec(
-        target=str(target_path(case, trained)),
-        export=export,
+        target=str(export if bare else target_path(case, trained)),
+        export=None if bare else export,
         k=K,
-        bare=layout_of(read_raw_config(export)) is Layout.speculators,
         max_model_len=max(map(len, prompts)) + amount.max_new_tokens + draft_room(K),
         max_num_seqs=amount.num_prompts,
         extra={"kv_cache_memory_bytes": KV_CACHE_BYTES},

@@ -94,7 +94,6 @@ def serving(export: str) -> dict[str, Any]:
         "device": "a CPU",
         "dtype": "float32",
         "max_new_tokens": 64,
-        "ignore_eos": False,
         "export": export,
         "rows": [
             row | {"concurrency": 1, "speedup": {"value": 1.8, "low": 1.62, "high": 1.97}},
