@@ -3,9 +3,9 @@
 What it wrote becomes a message for its chat template: reasoning, text and tool calls. The template decides
 what a completion means: what it writes around the reasoning and the content of an example is looked for in
 the completion. A message is taken if the template writes the completion again with it, character for
-character; around a text it may leave out white space, and before it a thought, as it does in serving. The
-token that ends the turn may be left to the next message. Otherwise the conversation ends: its next prompt
-would have what nobody wrote.
+character; around a text it may leave out white space, and before it a thought, or write an empty one, as in
+serving. The token that ends the turn may be left to the next message. Otherwise the conversation ends: its
+next prompt would have what nobody wrote.
 """
 
 import json
@@ -173,12 +173,12 @@ def parsed_turn(
         if written is None:
             continue
         opening, _, _ = written.partition(_CONTENT)
-        parts = map(re.escape, opening.split(_REASONING))
-        if found := re.match("(.*?)".join(parts) + "(.*)", answered, re.DOTALL):
+        around = map(re.escape, opening.split(_REASONING))
+        if found := re.match("(.*?)".join(around) + "(.*)", answered, re.DOTALL):
             readings += _readings(found.groups(), tokenizer.all_special_tokens)
     thought, mark, rest = split_thought(answered)
-    if mark:
-        readings += _readings((opened(thought), rest), tokenizer.all_special_tokens)
+    parts = (opened(thought), rest) if mark else (rest,)
+    readings += _readings(parts, tokenizer.all_special_tokens)
     for message in readings:
         content = message["content"]
         stripped = content.strip().join(answered.rsplit(content, 1)) if content else answered
@@ -210,7 +210,7 @@ def _writes(
     said: str,
     end: str,
 ) -> bool:
-    """Return whether the template writes a message as the target said it, or without its thought alone.
+    """Return whether the template writes a message as the target said it, or with another thought alone.
 
     Args:
         end: the token that ends what was said. The next message may write it.
@@ -219,13 +219,13 @@ def _writes(
     if turn is not None and (turn.startswith(said + end) or turn == said):
         return True
     _, mark, rest = split_thought(said)
-    if not mark or not rest:
+    if not rest or (not mark and opened(said) != said):  # a thought without an end
         return False
     try:
         text = template.text([*history, message], add_generation_prompt=False)
     except TemplateRefused:
         return False
-    head, found, _ = text.rpartition(rest + end) if rest + end in text else text.rpartition(rest)
+    head, found, _ = text.rpartition(rest if mark and rest + end not in text else rest + end)
     return bool(found) and without_empty_thought(head) == without_empty_thought(prompt)
 
 

@@ -19,6 +19,7 @@ from tests.data.conversations.chat_templates import (
     ROLE_TOKENS,
     ROLES,
     SYSTEM_LAST,
+    THINKING,
     byte_level_tokenizer,
     sentencepiece_tokenizer,
 )
@@ -153,6 +154,7 @@ CHANNEL_ANSWER = (
         (STRUCTURED, "<think>I add.</think>four<|im_end|>", UNREADABLE),
         (STRUCTURED, "", EMPTY),
         (NEVER_THINKING, "<think>Two.four<|im_end|>", UNREADABLE),
+        (THINKING.replace("think>", "thought>"), "<thought>Two.four<|im_end|>", UNREADABLE),
         (NEVER_THINKING.replace("'<|im_end|>' + ", ""), "<think>Two.</think><|im_end|>", UNREADABLE),
         (CHANNELS.replace("message.thinking", "none"), CHANNEL_ANSWER, UNREADABLE),
         (CHANNELS, CHANNEL_ANSWER.replace("final", "other"), UNREADABLE),
@@ -186,12 +188,14 @@ HIDDEN_THINKING = PROMPTED_THINKING.replace("'</think>' + message", "message")
     ("template", "thinking", "answer", "history"),
     [
         (NEVER_THINKING, False, "<think>Two.</think>four<|im_end|>", "<think></think>four<|im_end|>"),
+        (NEVER_THINKING, False, "four<|im_end|>", "<think></think>four<|im_end|>"),
+        (THINKING, False, "four<|im_end|>", "four<|im_end|>"),
         (PROMPTED_THINKING, True, "Two.</think>four<|im_end|>", "</think>four<|im_end|>"),
         (PROMPTED_THINKING, False, "four<|im_end|>", "</think>four<|im_end|>"),
         (HIDDEN_THINKING, True, "Two.</think>\n\nfour<|im_end|>", "\n\nfour<|im_end|>"),
     ],
 )
-def test_a_thought_that_the_template_does_not_write_again_is_left_out_of_the_history(
+def test_a_history_has_the_thoughts_that_the_template_writes(
     tmp_path: Path, template: str, thinking: bool, answer: str, history: str
 ) -> None:
     tokenizer, settings = byte_level_tokenizer(template), {"template_kwargs": {"thinking": thinking}}
