@@ -140,15 +140,6 @@ def test_pushes_that_cannot_succeed_are_refused(
     assert not hub.commits
 
 
-def test_the_token_of_a_login_is_taken(
-    hub: Hub, push: Push, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "token").write_text(TOKEN)
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
-    status, _, said = push(finished, "--repo", REPO, token=None)
-    assert (status, len(hub.commits)) == (0, 1), said
-
-
 @pytest.mark.parametrize("damage", [lambda content: content[:5000], lambda content: content[:-1] + b"!"])
 def test_a_damaged_export_is_not_pushed(
     hub: Hub, push: Push, finished: Path, damage: Callable[[bytes], bytes]
