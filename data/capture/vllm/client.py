@@ -136,7 +136,10 @@ class VllmClient:
                 await self._answered.wait()
             self._num_tokens += num_tokens
         try:
-            return await self._request("POST", "/v1/completions", {"prompt": input_ids, **fields}, seconds)
+            answer = await self._request("POST", "/v1/completions", {"prompt": input_ids, **fields}, seconds)
+            if any(choice["finish_reason"] == "abort" for choice in answer["choices"]):
+                raise Unavailable("The server ended while it computed the prompt.", lost=True)
+            return answer
         finally:
             self._num_tokens -= num_tokens
             self._answered.set()
