@@ -314,9 +314,8 @@ def clean_up() -> None:
     """Remove the process groups of an engine that failed."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    with contextlib.suppress(
-        AssertionError
-    ):  # raised for the process groups of an engine that failed to start
+    # Raised for the process groups of an engine that failed to start.
+    with contextlib.suppress(AssertionError):
         cleanup_dist_env_and_memory()
 
 

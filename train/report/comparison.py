@@ -85,9 +85,8 @@ def _acceptance_rows(run: Run, reference: Run) -> dict[str, str]:
     compared = run is not reference and why_not_comparable(run, reference) is None
     others = {one.measured["texts_hash"]: one.measured for one in _greedy(reference) if compared}
     for one in _greedy(run):
-        other = others.get(
-            one.measured["texts_hash"]
-        )  # sampled completions differ with the seed, for example
+        # Sampled completions differ with the seed, for example, and then have no counterpart.
+        other = others.get(one.measured["texts_hash"])
         for index, row in enumerate(one.measured["by_draft_length"]):
             text = length_of(row).shown()
             if other is not None and index < len(other["by_draft_length"]):
