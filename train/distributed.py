@@ -136,10 +136,15 @@ def watch_ranks(world: World) -> None:
 
 
 def _watch(world: World, values: dist.Store) -> None:
+    seen = dict.fromkeys(range(1, world.size), (b"", time.monotonic())) if world.is_main else {}
     try:
-        values.set_timeout(timedelta(seconds=SILENT_SECONDS))
-        seen = dict.fromkeys(range(1, world.size), (b"", time.monotonic())) if world.is_main else {}
         for beat in count():
+            # Where rank 0's node is gone without a word, the store's operations wait for as long as TCP does.
+            silent = UserError(
+                "rank 0", f"silent for {SILENT_SECONDS:.0f} s", "Its node or the network is gone."
+            )
+            unanswered = threading.Timer(SILENT_SECONDS, _end, [silent])
+            unanswered.start()
             values.set(f"{_BEAT}/{world.rank}", str(beat))
             for rank, (last, since) in seen.items():
                 name = f"{_BEAT}/{rank}"
@@ -147,15 +152,24 @@ def _watch(world: World, values: dist.Store) -> None:
                 if now not in (last, _ENDED.encode()):
                     seen[rank] = now, time.monotonic()
                 elif now == last and time.monotonic() - since > (SILENT_SECONDS if last else START_SECONDS):
-                    silent = f"silent for {time.monotonic() - since:.0f} s"
-                    _post(values, f"rank {rank}", silent, "Its process or node is gone; see what it printed.")
-            if values.check([_FAILURE]):
-                error = UserError(*json.loads(values.get(_FAILURE)))
-                break
+                    silent_for = f"silent for {time.monotonic() - since:.0f} s"
+                    _post(
+                        values,
+                        f"rank {rank}",
+                        silent_for,
+                        "Its process or node is gone; see what it printed.",
+                    )
+            failed = values.check([_FAILURE])
+            unanswered.cancel()
+            if failed:
+                _end(UserError(*json.loads(values.get(_FAILURE))))
             if _ending.wait(BEAT_SECONDS):
                 return
     except RuntimeError as gone:  # its store
-        error = UserError("rank 0", "its node is gone", str(gone).partition("\n")[0])
+        _end(UserError("rank 0", "its node is gone", str(gone).partition("\n")[0]))
+
+
+def _end(error: UserError) -> None:
     # Meanwhile a wait, or a collective that notices, ends the process and closes what it has started.
     if not _ending.wait(BEAT_SECONDS):
         print(f"error: {error}", file=sys.stderr, flush=True)

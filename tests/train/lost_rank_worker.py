@@ -1,4 +1,4 @@
-"""Ranks of which one, RANK, dies without a word: lost_rank_worker.py RANK"""
+"""Ranks of which one, RANK, gets a signal, NAME, and says nothing more: lost_rank_worker.py RANK NAME"""
 
 import os
 import signal
@@ -14,5 +14,5 @@ watch_ranks(world)
 wait_for_ranks("begun", world)
 time.sleep(1.0)
 if world.rank == int(sys.argv[1]):
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.Signals[sys.argv[2]])
 time.sleep(120)  # as in a collective

@@ -60,11 +60,16 @@ def test_a_wait_for_a_lost_rank_has_a_limit(values: dist.Store, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("lost", "said"), [(1, "error: rank 1=silent for"), (0, "error: rank 0=its node is gone")]
+    ("lost", "signal", "said"),
+    [
+        (1, "SIGKILL", "error: rank 1=silent for"),
+        (0, "SIGKILL", "error: rank 0=its node is gone"),
+        (0, "SIGSTOP", "error: rank 0=silent for"),  # its connections stay, as where a node has no power
+    ],
 )
-def test_a_node_that_dies_ends_the_others(lost: int, said: str, tmp_path: Path) -> None:
+def test_a_node_that_dies_ends_the_others(lost: int, signal: str, said: str, tmp_path: Path) -> None:
     worker = "tests/train/lost_rank_worker.py"
-    ranks = start(worker, lost, log=tmp_path / "log", num_processes=2, num_nodes=2)
+    ranks = start(worker, lost, signal, log=tmp_path / "log", num_processes=2, num_nodes=2)
     try:
         for one in ranks.processes:
             one.join(100)
