@@ -56,10 +56,10 @@ def held_out_split(ranks: NDArray[np.void], num_held_out: int) -> tuple[_Indices
     num_different = len(np.unique(ranks))
     if num_different <= num_held_out:
         remedy = (
-            f"There are {num_different} different prompts and {num_held_out} to hold out; give more data, or "
-            "lower data.num_validation and data.num_test."
+            f"The training data have {num_different} different prompts; give more data, or lower "
+            "data.num_validation and data.num_test."
         )
-        raise UserError("data.train", f"{len(ranks)} conversations", remedy)
+        raise UserError("data.num_validation + data.num_test", num_held_out, remedy)
     held_out = chosen_prompts(ranks, num_held_out)
     return np.flatnonzero(~np.isin(ranks, ranks[held_out])), held_out
 

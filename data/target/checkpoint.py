@@ -50,9 +50,8 @@ class Checkpoint:
     def __post_init__(self) -> None:
         looks_local = self.model.startswith(("/", ".", "~")) or self.model.count("/") > 1
         if looks_local and not os.path.isdir(self.path):
-            raise UserError(
-                "target.model", self.model, "The directory does not exist; give a directory or a hub id."
-            )
+            remedy = "There is no such directory; give a directory or a hub id."
+            raise UserError("target.model", self.model, remedy)
 
     @property
     def path(self) -> str:

@@ -122,8 +122,10 @@ def read_raw_config(directory: Path) -> dict[str, Any]:
         check_pointer(path)
         return read_json_object(path)
     except (UserError, OSError) as error:
-        reason = getattr(error, "remedy", error)
-        raise UserError("config.json", directory, f"It cannot be read: {reason}") from error
+        reason = f"It cannot be read: {getattr(error, 'remedy', error)}"
+        if isinstance(error, FileNotFoundError):
+            reason = "The directory has no such file; give a drafter's, such as the export/ of a run."
+        raise UserError("config.json", directory, reason) from error
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:

@@ -103,7 +103,8 @@ def _attention_kind(layer: dict[str, Any]) -> type[AttentionShape]:
         if architecture in found.architectures:
             return kind
     supported = [name for found in FORMATS.values() for name in found.architectures]
-    raise UserError("architectures", architecture, f"Supported are {', '.join(supported)}.")
+    remedy = f"It is not a drafter that can be read; give one of {', '.join(supported)}."
+    raise UserError("architectures", architecture, remedy)
 
 
 def _check_latent(layer: dict[str, Any]) -> None:

@@ -188,7 +188,8 @@ def errors_for_users(recipe: str, arguments: Sequence[str]) -> Iterator[None]:
     except UserError:
         raise
     except MissingMandatoryValue as error:
-        raise UserError(str(error.full_key), "???", "This recipe needs a value for it.") from None
+        remedy = f"The recipe has no value for it; give {error.full_key}=VALUE."
+        raise UserError(str(error.full_key), "", remedy) from None
     except OverrideParseException as error:
         # Hydra's reason repeats a part of the value, which may be a part of a secret.
         key, _, value = error.override.lstrip("+").partition("=")

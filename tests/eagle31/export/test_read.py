@@ -88,6 +88,12 @@ def test_an_index_has_to_name_files_next_to_it(tmp_path: Path, index: str, remed
         load_export(tmp_path / "e", CPU)
 
 
+def test_the_output_directory_in_place_of_the_export_is_named(tmp_path: Path) -> None:
+    export(tmp_path / "export")
+    with pytest.raises(UserError, match=r"such as the export/ of a run"):
+        load_export(tmp_path, CPU)
+
+
 def test_weights_of_torch_save(tmp_path: Path) -> None:
     export(tmp_path / "e")
     expected = drafted(load_export(tmp_path / "e", CPU))

@@ -21,6 +21,11 @@ def test_a_missing_recipe_is_refused_with_the_recipes_there_are() -> None:
         recipe_name(["train.max_steps=3"])
 
 
+def test_a_setting_that_the_recipe_leaves_open_is_named() -> None:
+    with pytest.raises(UserError, match=r"^data\.train=: .*give data\.train=VALUE"):
+        composed(NEEDED[:2])
+
+
 @pytest.mark.parametrize(
     ("argument", "remedy"),
     [

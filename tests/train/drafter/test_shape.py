@@ -6,6 +6,7 @@ import pytest
 from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
+    GPTNeoXConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -63,6 +64,11 @@ def test_gqa_is_the_default_for_every_target(target: Any) -> None:
     assert found["head_dim"] == (12 if target is DEEPSEEK else 20)
     assert found["num_key_value_heads"] == target.num_key_value_heads
     assert found["attention"] == GqaShape()
+
+
+def test_a_target_that_gives_no_number_of_key_heads_has_as_many_as_query_heads() -> None:
+    found = heads(GPTNeoXConfig(hidden_size=96, num_attention_heads=4))
+    assert (found["num_key_value_heads"], found["head_dim"]) == (4, 24)
 
 
 @pytest.mark.parametrize(
