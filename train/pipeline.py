@@ -18,7 +18,7 @@ from data.capture.vllm.environment import check_engine_args, find_python
 from data.store import DamagedShard
 from eagle31.errors import UserError
 from eagle31.export.write import check_config
-from eagle31.json_files import write_json, write_text
+from eagle31.json_files import read_json, write_json, write_text
 from train.artifact import (
     EXPORT,
     TRAINING,
@@ -55,6 +55,8 @@ from train.stop import STOPPED_FILE, Stopped
 from train.tracking import check_wandb
 from train.trainer.learning_rate import with_rates
 from train.versions import git_revision, package_versions
+
+RUN_FILE = "run.json"  # in the output directory
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,8 @@ def run_stages(context: RunContext) -> None:
     stages = needed_stages(context.config)
     unfinished = checked_stages(context, stages)
     models = _model_fingerprints(context)
-    on_every_rank(context, check_node, models=models, unfinished=_names(unfinished))
+    run = read_json(context.output_dir / RUN_FILE)
+    on_every_rank(context, check_node, run=run, models=models, unfinished=_names(unfinished))
     on_every_rank(context, begin_servers, unfinished=_names(unfinished))
     training = context.artifacts.get(Stage.train)
     if training is not None and not training.finished:
@@ -224,15 +227,24 @@ def take_part(context: RunContext, stage: str, artifacts: dict[str, list[Any]]) 
     filled(context, Stage(stage))
 
 
-def check_node(context: RunContext, models: list[str | None], unfinished: list[str]) -> None:
+def check_node(
+    context: RunContext, run: dict[str, Any], models: list[str | None], unfinished: list[str]
+) -> None:
     """Check that this rank can take part.
 
     Args:
+        run: what rank 0 has written about the run.
         models: fingerprints of the target and of the drafter to start from, as rank 0 finds them.
 
     Raises:
-        UserError: this rank would load other models, or its node's GPUs are too small.
+        UserError: this rank does not see rank 0's files, or would load other models, or its node's GPUs are
+            too small.
     """
+    path = context.output_dir / RUN_FILE
+    if not path.exists() or read_json(path) != run:
+        remedy = f"Rank {context.world.rank} does not find there what rank 0 has written; "
+        remedy += "give a directory on a file system that all nodes mount at the same path."
+        raise UserError("output_dir", context.output_dir, remedy)
     if (own := _model_fingerprints(context)) != models:
         found = f"Rank {context.world.rank} finds files with these fingerprints, and rank 0 {models}"
         raise UserError("target.model, drafter.init_from", own, f"{found}; give every node the same.")
@@ -324,7 +336,7 @@ def write_configuration(config: RunConfig) -> None:
     config = replace(config, optim=with_rates(config.optim, RunSizes(config).drafter))
     write_text(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
     write_json(
-        directory / "run.json",
+        directory / RUN_FILE,
         {
             "git_revision": git_revision(),
             "versions": package_versions(),

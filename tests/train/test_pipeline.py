@@ -95,13 +95,20 @@ def test_the_data_of_rank_0_alone_counts(small_target: EmbeddedTarget, tmp_path:
     assert "capture: done" in torchrun(MAIN, *command, num_processes=2)
 
 
-def test_ranks_with_different_targets_end_with_a_message(
-    small_target: EmbeddedTarget, tmp_path: Path
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("target.model", ["target.model, drafter.init_from=['files:", "fingerprints, and rank 0 ['files:"]),
+        ("output_dir", ["output_dir=", "Rank 1 does not find there what rank 0 has written"]),
+    ],
+)
+def test_ranks_with_different_files_end_with_a_message(
+    setting: str, said: list[str], small_target: EmbeddedTarget, tmp_path: Path
 ) -> None:
     for rank in range(2):
         shutil.copytree(small_target.model, tmp_path / str(rank))
     shutil.copy(tmp_path / "0" / "tokenizer.json", tmp_path / "1" / "quantized.json")
-    own = f"target.model={tmp_path}/${{oc.env:RANK}}"
+    own = f"{setting}={tmp_path}/${{oc.env:RANK}}"
     command = [f"recipe={RECIPE}", *arguments(small_target, tmp_path / "run"), TEXT_STAGES, own]
     ranks = start(MAIN, *command, num_processes=2, log=tmp_path / "log")
     try:
@@ -111,9 +118,8 @@ def test_ranks_with_different_targets_end_with_a_message(
         assert ranks.processes[0].exitcode in (MISTAKE, FAILURE)
     finally:
         ranks.kill()
-    assert "error: rank 1 on " in ranks.printed()
-    assert "=UserError: target.model, drafter.init_from=['files:" in ranks.printed()
-    assert "Rank 1 finds files with these fingerprints, and rank 0 ['files:" in ranks.printed()
+    for part in ["error: rank 1 on ", f"=UserError: {said[0]}", *said[1:]]:
+        assert part in ranks.printed()
 
 
 def test_two_runs_cannot_share_a_directory(small_target: EmbeddedTarget, finished: tuple[Path, str]) -> None:

@@ -86,7 +86,7 @@ def measure_alone(spec: dict[str, Any]) -> None:
 
 def main() -> None:
     # Freed memory is returned at once, so that the process holds only its tensors.
-    LIBC.mallopt(M_MMAP_THRESHOLD, 1 << 18)
+    LIBC.mallopt(M_MMAP_THRESHOLD, 1 << 14)
     LIBC.mallopt(M_ARENA_MAX, 1)
     torch.set_num_threads(1)
     torch.manual_seed(0)

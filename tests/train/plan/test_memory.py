@@ -47,7 +47,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-LONG = (8192, 65_536)
+LONG = (8192, 32_768)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "every token supervised": (GQA, {}, 0),
     "a long prompt": (GQA, {"row_tokens": 1536}, 1280),
@@ -123,7 +123,7 @@ def test_the_optimizer_has_two_moments_and_with_zero_the_float32_weights(
     assert memory.optimizer == copies * 64 * 32 * 4
 
 
-@pytest.mark.full("rows of 65,536 tokens")
+@pytest.mark.full("rows of 32,768 tokens")
 @pytest.mark.parametrize("name", ["GQA", "MLA"])
 def test_memory_grows_with_a_row_as_planned(name: str, measured: dict[str, Any]) -> None:
     short, long = (measured[f"{name}, the end of {tokens} tokens"] for tokens in LONG)
