@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from data.capture.vllm.environment import check_engine_args, find_python
 from data.store import DamagedShard
+from data.target.tokenizer import tokenizer_fingerprint
 from eagle31.errors import UserError
 from eagle31.export.write import check_config
 from eagle31.json_files import read_json, write_json, write_text
@@ -234,7 +235,7 @@ def check_node(
 
     Args:
         run: what rank 0 has written about the run.
-        models: fingerprints of the target and of the drafter to start from, as rank 0 finds them.
+        models: the fingerprints of `_model_fingerprints`, as rank 0 finds them.
 
     Raises:
         UserError: this rank does not see rank 0's files, or would load other models, or its node's GPUs are
@@ -247,14 +248,17 @@ def check_node(
         raise UserError("output_dir", context.output_dir, remedy)
     if (own := _model_fingerprints(context)) != models:
         found = f"Rank {context.world.rank} finds files with these fingerprints, and rank 0 {models}"
-        raise UserError("target.model, drafter.init_from", own, f"{found}; give every node the same.")
+        fields = "target.model, target.chat_template, drafter.init_from"
+        raise UserError(fields, own, f"{found}; give every node the same.")
     if context.world.leads_node:
         check_gpu_memory(context.config, cluster_at_hand(context.world), [*map(Stage, unfinished)])
 
 
 def _model_fingerprints(context: RunContext) -> list[str | None]:
-    """Return the fingerprints of the models that every rank loads."""
-    return [context.target.parts.fingerprint, context.drafter.initial_fingerprint]
+    """Return the fingerprints of the models, the tokenizer and its template that every rank loads."""
+    target = context.target
+    text = [tokenizer_fingerprint(target.tokenizer), target.template_fingerprint]
+    return [target.parts.fingerprint, *text, context.drafter.initial_fingerprint]
 
 
 JOBS: dict[str, Job] = {

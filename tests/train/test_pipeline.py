@@ -96,18 +96,20 @@ def test_the_data_of_rank_0_alone_counts(small_target: EmbeddedTarget, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "file", "said"),
     [
-        ("target.model", ["target.model, drafter.init_from=['files:", "fingerprints, and rank 0 ['files:"]),
-        ("output_dir", ["output_dir=", "Rank 1 does not find there what rank 0 has written"]),
+        ("target.model", "config.json", "finds files with these fingerprints, and rank 0 ['files:"),
+        ("target.model", "chat_template.jinja", "finds files with these fingerprints, and rank 0 ['files:"),
+        ("output_dir", "config.json", "does not find there what rank 0 has written"),
     ],
 )
 def test_ranks_with_different_files_end_with_a_message(
-    setting: str, said: list[str], small_target: EmbeddedTarget, tmp_path: Path
+    setting: str, file: str, said: str, small_target: EmbeddedTarget, tmp_path: Path
 ) -> None:
     for rank in range(2):
         shutil.copytree(small_target.model, tmp_path / str(rank))
-    shutil.copy(tmp_path / "0" / "tokenizer.json", tmp_path / "1" / "quantized.json")
+    with open(tmp_path / "1" / file, "a") as changed:
+        changed.write(" ")
     own = f"{setting}={tmp_path}/${{oc.env:RANK}}"
     command = [f"recipe={RECIPE}", *arguments(small_target, tmp_path / "run"), TEXT_STAGES, own]
     ranks = start(MAIN, *command, num_processes=2, log=tmp_path / "log")
@@ -118,7 +120,7 @@ def test_ranks_with_different_files_end_with_a_message(
         assert ranks.processes[0].exitcode in (MISTAKE, FAILURE)
     finally:
         ranks.kill()
-    for part in ["error: rank 1 on ", f"=UserError: {said[0]}", *said[1:]]:
+    for part in ("error: rank 1 on ", f"=UserError: {setting}", f"Rank 1 {said}"):
         assert part in ranks.printed()
 
 
