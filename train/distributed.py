@@ -1,7 +1,6 @@
 """The processes of a run: ranks, what they know of each other, and waiting without a process group."""
 
 import json
-import math
 import os
 import socket
 import sys
@@ -26,7 +25,6 @@ from eagle31.errors import UserError
 from eagle31.kernels.packed_attention import take_flash_attention_3
 
 POLL_SECONDS = 0.5
-WAIT_SECONDS = 7200.0  # for what the other ranks do before there is a process group
 _LONGEST_PAUSE = 2.0
 BEAT_SECONDS = 10.0  # between two signs of life of a rank
 SILENT_SECONDS = 60.0  # without one before a rank counts as lost
@@ -176,26 +174,23 @@ def _end(error: UserError) -> None:
         os._exit(1)
 
 
-def _wait_until(done: Callable[[], bool], limit_seconds: float, what: str) -> None:
-    """Block until `done`, asked ever more rarely.
+def _wait_until(done: Callable[[], bool]) -> None:
+    """Block until `done`, asked ever more rarely; `watch_ranks` ends the wait for a rank that is lost.
 
     Raises:
-        UserError: another process has failed, or it takes longer than the limit.
+        UserError: another process has failed.
     """
-    started, pause = time.monotonic(), POLL_SECONDS / 32
+    pause = POLL_SECONDS / 32
     while not done():
         if shared_values().check([_FAILURE]):
             raise UserError(*json.loads(shared_values().get(_FAILURE)))
-        if time.monotonic() - started > limit_seconds:
-            remedy = "Another process of this run is lost or hangs; see what its node printed."
-            raise UserError(what, f"not there after {limit_seconds:.0f} s", remedy)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def read_when_set(values: dist.Store, name: str, limit_seconds: float = WAIT_SECONDS) -> str:
+def read_when_set(values: dist.Store, name: str) -> str:
     """Return a value once another process has set it. Raises what `wait_for_ranks` does."""
-    _wait_until(lambda: values.check([name]), limit_seconds, name)
+    _wait_until(lambda: values.check([name]))
     return values.get(name).decode()
 
 
@@ -229,21 +224,15 @@ def node_address() -> str:
 
 
 def wait_for(path: Path) -> None:
-    """Block until a file exists, however long that takes.
-
-    The other ranks wait this way for what rank 0 prepares: there is no process group yet that could time out.
-
-    Raises:
-        UserError: another process has failed.
-    """
-    _wait_until(path.exists, math.inf, str(path))
+    """Block until a file exists that another process writes. Raises what `wait_for_ranks` does."""
+    _wait_until(path.exists)
 
 
 def wait_for_ranks(name: str, world: World) -> None:
     """Block until every rank has called this with the same name, before there is a process group.
 
     Raises:
-        UserError: another process has failed, or does not come for two hours.
+        UserError: another process has failed.
     """
     shared_values().add(name, 1)
     wait_for_count(name, world.size)
@@ -252,7 +241,7 @@ def wait_for_ranks(name: str, world: World) -> None:
 def wait_for_count(name: str, count: int) -> None:
     """Block until processes have added so much to a value. Raises what `wait_for_ranks` does."""
     values = shared_values()
-    _wait_until(lambda: values.add(name, 0) >= count, WAIT_SECONDS, name)
+    _wait_until(lambda: values.add(name, 0) >= count)
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:

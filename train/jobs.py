@@ -4,7 +4,6 @@ A job is a function of the run's context; its further arguments are values of JS
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
@@ -43,7 +42,7 @@ def received_jobs() -> Iterator[tuple[str, dict[str, Any]]]:
     """
     while True:
         key = _next_key()
-        job, arguments = json.loads(read_when_set(shared_values(), key, math.inf))
+        job, arguments = json.loads(read_when_set(shared_values(), key))
         if job == _NO_MORE:
             shared_values().add(f"{key}/known", 1)
             return

@@ -53,12 +53,6 @@ def test_a_failure_of_one_rank_ends_the_waits_of_the_others(values: dist.Store, 
             wait()
 
 
-def test_a_wait_for_a_lost_rank_has_a_limit(values: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "WAIT_SECONDS", 0.0)
-    with pytest.raises(UserError, match="opened=not there after 0 s: Another process of this run is lost"):
-        wait_for_ranks("opened", World(rank=0, local_rank=0, size=2))
-
-
 @pytest.mark.parametrize(
     ("lost", "signal", "said"),
     [
