@@ -215,6 +215,9 @@ def validate(training: Training, window: WindowSums) -> None:
             "seconds": time.perf_counter() - started,
         }
         training.tracker.log({"kind": "validation", "step": state.step} | record)
+        if training.world.is_main:
+            length = f"acceptance length {chosen.acceptance_length:.2f} at k = {chosen.k}"
+            print(f"train: step {state.step}, {length} on the validation prompts", flush=True)
         state.validated_step = state.step
         # On a tie the later one, which has been trained for longer, is better.
         best = state.best_step is None or chosen.acceptance_length >= state.best_acceptance_length

@@ -113,6 +113,9 @@ def test_an_extended_training_equals_one_that_was_longer_from_the_start(runs: Ru
         one for one in runs.metrics("extended", max_steps=16) if one["step"] != 6 or one["kind"] == "train"
     ]
     assert ours == runs.metrics("whole", max_steps=16)
+    last = [one for one in ours if one["kind"] == "validation"][-1]
+    length = f"step 16, acceptance length {last['acceptance_length']['4']:.2f} at k = 4"
+    assert length in runs.printed["second"]
     rates = [record["learning_rate"] for record in ours if record["kind"] == "train"]
     assert rates == pytest.approx([*[3e-3] * 13, 2.25e-3, 1.5e-3, 0.75e-3])
     extended, whole = (_saved(runs.training(name, max_steps=16), 16) for name in ("extended", "whole"))
