@@ -24,8 +24,7 @@ from data.addresses import is_loopback
 from eagle31.errors import UserError
 from eagle31.kernels.packed_attention import take_flash_attention_3
 
-POLL_SECONDS = 0.5
-_LONGEST_PAUSE = 2.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.016, 2.0  # seconds, between two looks
 BEAT_SECONDS = 10.0  # between two signs of life of a rank
 SILENT_SECONDS = 60.0  # without one before a rank counts as lost
 START_SECONDS = 600.0  # for a rank's first one, which follows imports from a shared file system
@@ -180,7 +179,7 @@ def _wait_until(done: Callable[[], bool]) -> None:
     Raises:
         UserError: another process has failed.
     """
-    pause = POLL_SECONDS / 32
+    pause = _FIRST_PAUSE
     while not done():
         if shared_values().check([_FAILURE]):
             raise UserError(*json.loads(shared_values().get(_FAILURE)))

@@ -79,7 +79,6 @@ class WholeMatrices:
         self.device, self.dtype = device, dtype
         self.rank, self.num_ranks = _rank_and_size()
         self.rounds = rounds(shapes, self.num_ranks)
-        self.num_orthogonalized = 0  # matrices that this rank orthogonalized so far
 
     @property
     def own_fragments(self) -> Sequence[Fragment]:
@@ -139,7 +138,6 @@ class WholeMatrices:
 
     def _orthogonalize(self, matrices: Tensor, batch: list[int]) -> Tensor:
         """Orthogonalize matrices of one shape, flattened and one after the other."""
-        self.num_orthogonalized += len(batch)
         return orthogonalize(matrices.view(len(batch), *self.shapes[batch[0]])).reshape(-1)
 
     def _packed(self, pieces: Sequence[Tensor], indices: list[int]) -> Tensor:

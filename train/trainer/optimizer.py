@@ -62,11 +62,6 @@ class Muon(torch.optim.AdamW):
         self._replicated = WholeMatrices(shapes, None, device, self._dtype)
         self._partitioned: dict[Tensor, WholeMatrices] = {}  # by DeepSpeed's flat tensor, with ZeRO
 
-    @property
-    def num_orthogonalized(self) -> int:
-        """The number of matrices that this rank orthogonalized so far."""
-        return sum(one.num_orthogonalized for one in [self._replicated, *self._partitioned.values()])
-
     def attach(self, model_engine: deepspeed.DeepSpeedEngine, matrices: Sequence[nn.Parameter]) -> None:
         """Read where DeepSpeed has put the matrices. Call before the first step. Every rank calls."""
         if model_engine.zero_optimization():

@@ -32,7 +32,7 @@ from tests.train.trainer.tiny_engines import (
     new_engine,
     random_source,
 )
-from train.distributed import World, leave_ranks, sum_over_ranks, wait_for_ranks
+from train.distributed import World, leave_ranks, wait_for_ranks
 from train.tracking import flatten_metrics
 from train.trainer import process_groups
 from train.trainer.engine import full_state
@@ -168,12 +168,7 @@ def losses_at(
     assert (drift is not None) == (world.is_main and not changes)
     refused = refused_steps(model_engine, further, world)
     loader.close()
-    found: dict[str, Any] = {}
-    if matrix_lr is not None:
-        found["orthogonalized"] = int(
-            sum_over_ranks(torch.tensor(model_engine.basic_optimizer.num_orthogonalized))
-        )
-    return found | {
+    return {
         "replay": {str(k): [one.num_drafts, *one.accepted_per_position] for k, one in stats.items()},
         "drift": drift and flatten_metrics({"kind": "drift", "step": NUM_STEPS} | drift),
         "losses": losses,

@@ -6,7 +6,6 @@ import pytest
 from tests.train.torchrun import torchrun
 
 WORKER = "tests/train/trainer/parallel_worker.py"
-NUM_STEPS = 3
 NUM_MATRICES = 8  # fc, q, k, v, o, gate, up, down
 
 
@@ -116,8 +115,6 @@ def test_muon_orthogonalizes_whole_matrices(results: dict[int, dict]) -> None:
         assert len(values) == NUM_MATRICES
         for name, (smallest, largest) in values.items():
             assert 0.6 < smallest < largest < 1.2, name
-        # Each matrix once per step, over all ranks. DeepSpeed leaves out the refused step at ZeRO 3.
-        assert run["orthogonalized"] in (NUM_MATRICES * (NUM_STEPS + 1), NUM_MATRICES * (NUM_STEPS + 2))
 
 
 def test_muon_in_bf16_follows_float32(results: dict[int, dict]) -> None:
