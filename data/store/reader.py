@@ -77,8 +77,8 @@ class HiddenStateStore:
         given: whether the user gave the store, so that the run cannot capture its shards again.
 
     Raises:
-        DamagedShard: the index is damaged.
-        UserError: the store has no manifest, cannot be reached, or is damaged and given.
+        DamagedShard: the manifest is missing, or the index is damaged.
+        UserError: the store cannot be reached, or is damaged and given.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class HiddenStateStore:
         self.location, self._given = location, given
         self._remote, self.directory = _opened(location)
         manifest = read_manifest(self.directory)
+        if manifest is None and given:
+            remedy = f"It has no {MANIFEST}: its capture is unfinished; finish it with the command of its run."
+            raise UserError("capture.store", location, remedy)
         if manifest is None:
-            remedy = (
-                f"It has no {MANIFEST}: the capture is unfinished; run it again to resume where it stopped."
-            )
-            raise UserError("capture.store" if given else "capture", location, remedy)
+            raise DamagedShard("capture", location, f"It has no {MANIFEST}; the same command captures it.")
         self.manifest = manifest
         with self._explained():
             self._index = read_index(self.directory, manifest)

@@ -35,7 +35,7 @@ _AGAIN = "run again with the capture stage: only this shard is captured again."
 
 
 class DamagedShard(UserError):
-    """A shard of a finished store is missing or altered; it can be captured again on its own."""
+    """A part of a finished store is missing or altered; it can be captured again on its own."""
 
 
 @dataclass(frozen=True, eq=False)

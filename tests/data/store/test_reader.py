@@ -57,8 +57,10 @@ def test_a_sample_that_two_shards_hold_is_the_first_ones(tmp_path: Path) -> None
 
 def test_unfinished_store_is_refused(tmp_path: Path) -> None:
     append_all(tmp_path, [0])
-    with pytest.raises(UserError, match="unfinished"):
+    with pytest.raises(DamagedShard, match="the same command captures it"):
         HiddenStateStore(tmp_path)
+    with pytest.raises(UserError, match=r"^capture\.store=.*unfinished"):
+        HiddenStateStore(tmp_path, given=True)
 
 
 def test_an_altered_sample_is_found_when_it_is_read(tmp_path: Path) -> None:
