@@ -24,3 +24,20 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+
+    @property
+    def of_all_tokens(self) -> bool:
+        """Whether the tokens' probabilities are the model's at the temperature."""
+        return not self._limits
+
+    @property
+    def described(self) -> str:
+        """The temperature, and what else changes the tokens' probabilities."""
+        values = {"temperature": self.temperature, **self._limits}
+        return ", ".join(f"{name}={value:g}" for name, value in values.items())
+
+    @property
+    def _limits(self) -> dict[str, float]:
+        """The settings that are not their defaults."""
+        names = ("top_k", "top_p", "min_p", "repetition_penalty")
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(Sampling, name)}

@@ -92,7 +92,9 @@ class HiddenStateStore:
         self._remote, self.directory = _opened(location)
         manifest = read_manifest(self.directory)
         if manifest is None and given:
-            remedy = f"It has no {MANIFEST}: its capture is unfinished; finish it with the command of its run."
+            remedy = (
+                f"It has no {MANIFEST}: its capture is unfinished; finish it with the command of its run."
+            )
             raise UserError("capture.store", location, remedy)
         if manifest is None:
             raise DamagedShard("capture", location, f"It has no {MANIFEST}; the same command captures it.")

@@ -31,7 +31,6 @@ _SMALL = (
     "train.log_every=1",
     "train.validate_every=8",
     "evaluate.max_new_tokens=24",
-    "evaluate.temperature=0",
 )
 
 

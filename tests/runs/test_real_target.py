@@ -73,7 +73,6 @@ def settings(target: Path, directory: Path) -> list[str]:
         "train.ttt_steps=3",
         "evaluate.max_new_tokens=32",
         "evaluate.decoded_prompts=4",
-        "evaluate.temperature=0",
         "deepspeed.precision=fp32",
         f"output_dir={directory / 'run'}",
     ]
@@ -117,6 +116,8 @@ def test_decoding_drafts_what_replay_drafts(run: Path) -> None:
     assert decoding["replay"]["num_identical"] > 20
     [at_k] = [row for row in evaluation["trained"]["by_draft_length"] if row["k"] == evaluation["k"]]
     assert at_k["acceptance_length"] > 1.1, "not trained"
+    assert evaluation["sampling"]["settings"] == "temperature=1"  # without a generation config
+    assert evaluation["sampling"]["greedy_drafts"]["by_draft_length"][0]["num_drafts"] > 20
 
 
 @pytest.mark.parametrize(

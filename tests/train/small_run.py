@@ -34,7 +34,6 @@ def arguments(target: EmbeddedTarget, output_dir: Path) -> list[str]:
         "optim.lr=3e-3",
         "deepspeed.precision=fp32",
         "evaluate.max_new_tokens=32",
-        "evaluate.temperature=0",
     ]
 
 

@@ -25,6 +25,7 @@ def test_online_capture_a_kill_regeneration_frozen_head_and_another_width(
     directory = tmp_path / "run"
     settings = ["drafter=eagle3", "drafter.hidden_size=48", "drafter.train_lm_head=false"]
     settings += ["data.regenerate.enabled=true", "data.regenerate.max_new_tokens=24"]
+    settings += ["data.regenerate.temperature=1"]
     settings += ["data.regenerate.batch_size=64", "capture.mode=online", "deepspeed.zero_stage=2"]
     settings += ["train.rollout_chunk=16", "train.max_drafts_per_row=40"]
     settings += [
@@ -48,7 +49,7 @@ def test_online_capture_a_kill_regeneration_frozen_head_and_another_width(
     assert (directory / "report" / "index.html").is_file()
     # Only held-out completions are in stores, and no training data.
     stores = {path.parent.name for path in directory.glob("artifacts/*/*/shard-*.safetensors")}
-    assert stores == {"validation", "test"}
+    assert stores == {"validation", "test", "sampled"}
     [answers] = directory.glob("artifacts/data-*/regenerated/block-00000.jsonl")
     assert read_jsonl(answers)[0]["model"]
     records = [record for record in metrics_of(directory) if record["kind"] == "train"]
@@ -56,7 +57,10 @@ def test_online_capture_a_kill_regeneration_frozen_head_and_another_width(
     assert len(losses) == 8
     assert losses[-1] < losses[0]
     assert losses[4] == pytest.approx(before[4]["loss"], rel=1e-6)
-    run = read_json(directory / "report" / "metrics.json")["run"]
+    report = read_json(directory / "report" / "metrics.json")
+    run, sampled = report["run"], report["evaluation"]["sampling"]
+    assert (sampled["num_prompts"], sampled["settings"]) == (6, "temperature=1")
+    assert sampled["greedy_drafts"]["texts_hash"] != report["evaluation"]["trained"]["texts_hash"]
     assert run["regenerated"]
     assert run["num_tokens"] > run["num_samples"] > 100
     config = read_json(directory / "export" / "config.json")

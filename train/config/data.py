@@ -7,10 +7,10 @@ from omegaconf import MISSING
 
 from data.conversations.choices import Turns, check_template_kwargs
 from eagle31.errors import UserError
-from train.config.evaluate import MAX_TEMPERATURE
 from train.config.setting import setting
 
 SELF = "self"  # data.train: prompts that the target writes
+MAX_TEMPERATURE = 2  # vLLM refuses higher ones
 
 
 @dataclass

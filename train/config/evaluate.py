@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from train.config.setting import setting
 
 MAX_DRAFT_TOKENS = 64  # a longer draft is never accepted to its end, and each token of it costs a pass
-MAX_TEMPERATURE = 2  # vLLM refuses higher ones
 
 
 @dataclass
@@ -27,11 +26,3 @@ class EvaluateConfig:
         ge=1,
     )
     max_new_tokens: int = setting(256, "Length limit of a completion, in tokens.", ge=1)
-    temperature: float | None = setting(
-        None,
-        "Temperature for sampling, at which the target writes a completion of every test prompt. "
-        "Temperature 0 is always measured; 0: only that, as with target.engine=vllm. null: that of "
-        "data.regenerate.",
-        ge=0,
-        le=MAX_TEMPERATURE,
-    )

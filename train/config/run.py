@@ -112,9 +112,6 @@ def check(config: RunConfig) -> None:
     check_deepspeed(config.deepspeed)
     check_lengths(config)
     check_sharing(config)
-    if config.evaluate.temperature and config.target.engine is TargetEngine.vllm:
-        remedy = "With target.engine=vllm nothing is sampled: give 0, and use scripts/evaluate --temperature."
-        raise UserError("evaluate.temperature", config.evaluate.temperature, remedy)
 
 
 def starts_vllm(config: RunConfig) -> bool:

@@ -14,12 +14,14 @@ import transformers
 from data.conversations.choices import parse_template_kwargs
 from data.conversations.perturbation import PromptSetting
 from data.progress import tracked
+from data.sampling import Sampling
 from data.target.aux_layers import check_aux_layer_ids
 from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
 from data.target.tokenizer import load_tokenizer
 from eagle31.errors import UserError
-from train.config.evaluate import MAX_DRAFT_TOKENS, MAX_TEMPERATURE
+from train.config.data import MAX_TEMPERATURE
+from train.config.evaluate import MAX_DRAFT_TOKENS
 from train.drafter.published import check_trained_for, fetch_checkpoint, open_published
 from train.evaluation.completing import CompletingTarget, packed
 from train.evaluation.matrix import (
@@ -39,7 +41,7 @@ from train.evaluation.measure import (
     evaluation_json,
     without_vllm,
 )
-from train.evaluation.replay import PromptAcceptance, replay_greedily
+from train.evaluation.replay import PromptAcceptance, replay_greedily, sampling_report
 
 
 @dataclass(frozen=True)
@@ -127,9 +129,12 @@ def evaluate_checkpoint(
         settings.draft_tokens,
         settings.max_new_tokens,
         tuple(sorted({*parts.eos_token_ids, tokenizer.eos_token_id} - {None})),
-        settings.temperature,
         settings.seed,
     )
+
+    def sampling(temperature: float) -> Sampling:
+        return Sampling(conditions.max_new_tokens, conditions.eos_token_ids, temperature, conditions.seed)
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = CompletingTarget.load(spec, parts, drafter.aux_layer_ids, device, settings.batch_size)
     # A CPU may emulate bf16; elsewhere the drafter runs in the target's dtype, as in serving.
@@ -139,7 +144,7 @@ def evaluate_checkpoint(
     with ExitStack() as stack:
         output = settings.output or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         completed = complete_cells(
-            cells, target, conditions.sampling(0.0), output / "greedy.jsonl", settings.draft_tokens
+            cells, target, sampling(0.0), output / "greedy.jsonl", settings.draft_tokens
         )
         short = {one.name for one in cells} - {one.name for one in completed}
         left_out |= dict.fromkeys(sorted(short), "All of the target's completions are too short for a draft.")
@@ -157,8 +162,16 @@ def evaluate_checkpoint(
             "notes": [*notes, *(f"left out: {name}: {reason}" for name, reason in left_out.items())],
         }
         if changes is None:
+            sampled = None
+            if settings.temperature:
+                how, file = sampling(settings.temperature), output / "sampled.jsonl"
+                written = complete_cells(completed, target, how, file, settings.draft_tokens)
+                rows = packed(sample for cell in written for sample in cell.samples(target))
+                strata = tuple(len(cell.prompts) for cell in written)
+                sampled = sampling_report(*candidate, rows, conditions.longest_draft, how, strata)
             mtp = without_vllm(parts)
-            result |= _pooled(found, target, candidate, mtp, conditions, settings.decoded_prompts, output)
+            num_decoded = settings.decoded_prompts
+            result |= _pooled(found, target, candidate, sampled, mtp, conditions, num_decoded)
     return result
 
 
@@ -166,10 +179,10 @@ def _pooled(
     found: Sequence[tuple[Cell, PromptAcceptance]],
     target: CompletingTarget,
     candidate: Candidate,
+    sampled: dict[str, Any] | None,
     mtp: dict[str, Any] | None,
     conditions: Conditions,
     num_decoded: int,
-    output: Path,
 ) -> dict[str, Any]:
     """Return the results over the prompts of all sources, in the form of evaluation.json."""
     sources = [cell.domain for cell, _ in found for _ in cell.prompts]
@@ -178,12 +191,12 @@ def _pooled(
     by_prompt = tuple(lengths for _, acceptance in found for lengths in acceptance.by_prompt)
     trained = PromptAcceptance(by_prompt, strata=tuple(len(cell.prompts) for cell, _ in found))
     chosen = of_all_sources(sources)[:num_decoded]
-    decoded, samples = decode_in_transformers(
-        target, candidate, prompts, alone, chosen, conditions, output / "sampled.jsonl", sources
-    )
+    decoded, samples = decode_in_transformers(target, candidate, prompts, chosen, conditions)
     both = {"trained": trained.to_json(), "untrained": None}
     states = "the states of the same target"
-    return evaluation_json(conditions, candidate, len(prompts), both, mtp, decoded, samples, alone, states)
+    return evaluation_json(
+        conditions, candidate, len(prompts), both, sampled, mtp, decoded, samples, alone, states
+    )
 
 
 def of_all_sources(sources: Sequence[str]) -> list[int]:

@@ -1,16 +1,13 @@
 """One evaluation of a drafter, for the evaluate stage and scripts/evaluate."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from data.progress import tracked
 from data.samples import CapturedSample
-from data.sampling import Sampling
 from data.target.head import TargetHead
 from data.target.parts import TargetParts
 from eagle31.decoding.speculative import decode_speculatively
@@ -19,8 +16,8 @@ from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from train.evaluation.agreement import compare_served
-from train.evaluation.completing import CompletingTarget, packed
-from train.evaluation.replay import MAX_DRAFT_TOKENS, sampling_report
+from train.evaluation.completing import CompletingTarget
+from train.evaluation.replay import MAX_DRAFT_TOKENS
 from train.evaluation.serving import Served, acceptance, placed_drafts
 
 Candidate = tuple[Drafter, FrozenParts]
@@ -48,16 +45,12 @@ class Conditions:
     draft_tokens: int
     max_new_tokens: int
     eos_token_ids: tuple[int, ...]
-    temperature: float  # of the sampled completions; 0: greedy ones only
     seed: int
 
     @property
     def longest_draft(self) -> int:
         """The longest draft that is replayed."""
         return max(MAX_DRAFT_TOKENS, self.draft_tokens)
-
-    def sampling(self, temperature: float) -> Sampling:
-        return Sampling(self.max_new_tokens, self.eos_token_ids, temperature, self.seed)
 
 
 @dataclass(frozen=True)
@@ -67,7 +60,6 @@ class DecodedSubset:
     engine: str
     indices: Sequence[int]  # of the prompts
     served: Served
-    sampling: dict[str, Any] | None  # `sampling` of evaluation.json
     dtype: torch.dtype  # in which the target computes
 
 
@@ -75,19 +67,13 @@ def decode_in_transformers(
     target: CompletingTarget,
     candidate: Candidate,
     prompts: Sequence[Sequence[int]],
-    alone: Sequence[Sequence[int]],
     chosen: Sequence[int],
     conditions: Conditions,
-    output: Path,
-    sources: Sequence[str] = (),
 ) -> tuple[DecodedSubset, Samples]:
-    """Decode the chosen prompts with eagle31's decoder, and replay sampled completions of all prompts.
+    """Decode the chosen prompts with eagle31's decoder.
 
     Args:
-        alone: the target's greedy completions of the prompts.
         chosen: indices of prompts.
-        output: the file of sampled completions, which are not written again.
-        sources: of each prompt, which stratify intervals; () is one source.
     """
     decoder = target.decoder
     limits: dict[str, Any] = {"max_new_tokens": conditions.max_new_tokens}
@@ -97,18 +83,11 @@ def decode_in_transformers(
         for index in tracked(chosen, "decoding", "prompts")
     ]
     served = Served([one.token_ids for one in decoded], [placed_drafts(one) for one in decoded])
-    sampled = None
-    if conditions.temperature:
-        completions = target.complete(prompts, conditions.sampling(conditions.temperature), output)
-        rows = packed(target.samples(prompts, completions))
-        kept = Counter(one for one, written in zip(sources, completions, strict=False) if len(written) > 1)
-        strata, longest = tuple(kept.values()), conditions.longest_draft
-        sampled = sampling_report(*candidate, rows, longest, conditions.temperature, strata)
     dtype = target.capture.dtype
     engine = f"eagle31 (transformers, {str(dtype).removeprefix('torch.')}, {decoder.device.type})"
     places = [place for place, completion in enumerate(served.completions) if len(completion) > 1]
     samples = target.samples([prompts[index] for index in chosen], served.completions)
-    return DecodedSubset(engine, chosen, served, sampled, dtype), list(zip(places, samples, strict=True))
+    return DecodedSubset(engine, chosen, served, dtype), list(zip(places, samples, strict=True))
 
 
 def without_vllm(parts: TargetParts) -> dict[str, Any] | None:
@@ -123,6 +102,7 @@ def evaluation_json(
     candidate: Candidate,
     num_prompts: int,
     replayed: Mapping[str, dict[str, Any] | None],
+    sampled: dict[str, Any] | None,
     mtp: dict[str, Any] | None,
     decoded: DecodedSubset,
     samples: Samples,
@@ -133,6 +113,7 @@ def evaluation_json(
 
     Args:
         replayed: acceptance by drafter, "trained" and "untrained".
+        sampled: acceptance of drafts of sampled completions; None without any.
         mtp: acceptance of drafts by the target's own MTP head, or why it is `missing`; None if it has none.
         samples: of the decoded prompts; see `compare_served`.
         alone: the target's greedy completions of all prompts.
@@ -149,7 +130,7 @@ def evaluation_json(
         "states": states,
         **replayed,
         "mtp": mtp,
-        "sampling": decoded.sampling,
+        "sampling": sampled,
         "decoding": {
             "num_prompts": len(served.completions),
             **acceptance(k, served.drafts, served.completions).to_json(),

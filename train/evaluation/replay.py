@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.sampling import Sampling
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.replay import expected_replay, replay
 from eagle31.model.drafter import Drafter
@@ -82,33 +83,42 @@ def sampling_report(
     frozen: FrozenParts,
     rows: Iterable[PackedBatch],
     max_draft_tokens: int,
-    temperature: float,
+    sampling: Sampling,
     strata: tuple[int, ...] = (),
 ) -> dict[str, Any] | None:
     """Return `sampling` of evaluation.json: greedy drafts, and sampled ones, of the same completions.
 
+    There are no sampled drafts where the target samples from a part of its distribution.
+
     Args:
-        rows: completions that the target sampled at the temperature; without any the result is None.
+        rows: completions that the target sampled in this way; without any the result is None.
         strata: see `PromptAcceptance`.
     """
+    all_tokens = sampling.of_all_tokens
     greedy: list[Lengths] = []
     sampled: list[Lengths] = []
     texts = hashlib.sha256()
     for batch in rows:
         hits = partial(greedy_hits, drafter, frozen, batch)
         greedy += _by_document(batch, replay, by_draft_length(drafter, max_draft_tokens, hits))
-        given_text = partial(acceptance_given_text, drafter, frozen, batch, temperature=temperature)
-        sampled += _by_document(
-            batch, expected_replay, by_draft_length(drafter, max_draft_tokens, given_text)
-        )
+        if all_tokens:
+            given_text = partial(
+                acceptance_given_text, drafter, frozen, batch, temperature=sampling.temperature
+            )
+            sampled += _by_document(
+                batch, expected_replay, by_draft_length(drafter, max_draft_tokens, given_text)
+            )
         texts.update(_texts_of(batch))
     if not greedy:
         return None
+    found = {"greedy_drafts": greedy} | ({"sampled_drafts": sampled} if all_tokens else {})
     return {
-        "temperature": temperature,
+        "temperature": sampling.temperature,
+        "settings": sampling.described,
         "num_prompts": len(greedy),
-        "greedy_drafts": PromptAcceptance(tuple(greedy), texts.hexdigest(), strata).to_json(),
-        "sampled_drafts": PromptAcceptance(tuple(sampled), texts.hexdigest(), strata).to_json(),
+    } | {
+        name: PromptAcceptance(tuple(counts), texts.hexdigest(), strata).to_json()
+        for name, counts in found.items()
     }
 
 

@@ -53,7 +53,6 @@ def decode_in_vllm(
         f"{arguments['max_num_seqs']} at a time",
         indices=indices,
         served=drafted.served,
-        sampling=None,
         dtype=dtype if isinstance(dtype, torch.dtype) else parts.dtype,
     )
 

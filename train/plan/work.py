@@ -113,7 +113,8 @@ def run_work(sizes: RunSizes, summary: Mapping[str, Any]) -> Work:
     # A forward pass multiplies and adds once with every active parameter.
     attention = attention_flops(sizes.target_config, samples.document) / samples.document
     token_flops = 2 * sizes.target.parameters.active + attention
-    held_out = config.data.num_validation + config.data.num_test
+    # With answers of their own, the test prompts are captured with sampled ones too.
+    held_out = config.data.num_validation + config.data.num_test * (1 + config.data.regenerate.enabled)
     return Work(
         tokens=tokens,
         tokens_from=samples.how,

@@ -198,10 +198,11 @@ def position_table(evaluation: dict[str, Any]) -> list[list[str]]:
 
 def details(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the conditions and what decoding showed, as names and values."""
-    decoding = evaluation["decoding"]
+    decoding, sampling = evaluation["decoding"], evaluation["sampling"]
     mtp = describe_mtp_head(evaluation) or (evaluation.get("mtp") or {}).get("missing")
     return [
         ("measured on", describe_conditions(evaluation)),
+        *([("sampled completions", sampling["settings"])] if sampling else []),
         *([(MTP_HEAD, mtp)] if mtp else []),
         ("completions, compared with target", describe_counts(decoding["completions"])),
         ("drafts, compared with replay", describe_counts(decoding["replay"])),

@@ -3,19 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-from datasets import Dataset
-
-from data.conversations.tokenize import save_dataset
-from data.generation.answers import MIN_ANSWER_TOKENS, AnswerGenerator, answer_prompts, record_batch
 from data.sampling import Sampling
 from eagle31.errors import UserError
 from train.config.run import Stage
 from train.context import RunContext
 from train.engines.inputs import completion_inputs
 from train.stages.data import HELD_OUT, HELD_OUT_INPUTS
-from train.stages.writing import open_generator
-from train.target import Target
+from train.stages.writing import answer_held_out, open_generator
 
 
 def answers_inputs(context: RunContext) -> dict[str, Any]:
@@ -34,7 +28,7 @@ def run_answers(context: RunContext, directory: Path) -> dict[str, Any]:
     sampling = Sampling(config.evaluate.max_new_tokens, target.eos_token_ids, 0.0, config.seed)
     with open_generator(context) as generator:
         summary = {
-            name: _answer_prompts(generator, sampling, target, prompts[name], directory / name)
+            name: answer_held_out(generator, sampling, target, prompts[name], directory / name)
             for name in HELD_OUT
         }
     for name in HELD_OUT:  # from here on the datasets alone have the answers
@@ -51,27 +45,3 @@ def check_answers(context: RunContext) -> None:
         if longest <= k:
             remedy = f"The longest of the target's {name} completions has {longest} tokens; give fewer."
             raise UserError("evaluate.draft_tokens", k, remedy)
-
-
-def _answer_prompts(
-    generator: AnswerGenerator, sampling: Sampling, target: Target, prompts: list[dict], directory: Path
-) -> dict[str, int]:
-    token_ids = [prompt["input_ids"] for prompt in prompts]
-    completions = answer_prompts(
-        generator,
-        token_ids,
-        sampling,
-        output=directory.with_suffix(".jsonl"),
-        model_fingerprint=target.parts.fingerprint,
-        progress=True,
-    )
-    batch = record_batch(
-        (prompt["id"], [(prompt["input_ids"], answer)])
-        for prompt, answer in zip(prompts, completions, strict=True)
-        if len(answer) >= MIN_ANSWER_TOKENS
-    )
-    dataset = Dataset(pa.Table.from_batches([batch]))
-    if not len(dataset):
-        raise UserError("target.model", target.settings.model, "It completes no held-out prompt.")
-    save_dataset(dataset, directory)
-    return {"num_prompts": len(dataset), "num_tokens": sum(map(len, completions))}

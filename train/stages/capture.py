@@ -18,7 +18,7 @@ from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import RunConfig, Stage
 from train.context import RunContext
 from train.engines.inputs import target_inputs, torchspec_inputs, transformers_inputs, vllm_inputs
-from train.stages.data import HELD_OUT
+from train.stages.data import HELD_OUT, SAMPLED
 from train.stages.states import (
     BATCH_TOKENS,
     arriving_states,
@@ -66,18 +66,22 @@ SOURCE_INPUTS: dict[CaptureSource, Callable[[RunConfig], dict[str, Any]]] = {
 
 
 def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
-    """Write stores of hidden states: `validation/`, `test/`, and `train/` if training reads that."""
+    """Write stores of hidden states: `validation/`, `test/`, `sampled/` if the data stage has written it, and
+    `train/` if training reads that.
+    """
     answers = context.artifacts[Stage.answers]
-    datasets = {name: answers.dataset(name) for name in HELD_OUT}
-    tokens = {name: tokens_fingerprint(dataset) for name, dataset in datasets.items()}
     capture, data = context.config.capture, context.artifacts[Stage.data]
+    datasets = {name: answers.dataset(name) for name in HELD_OUT}
+    if (data.directory / SAMPLED).exists():
+        datasets[SAMPLED] = data.dataset(SAMPLED)
+    # Replay equals serving only if it reads the exact states.
+    codecs = dict.fromkeys(datasets, "exact") | {"train": capture.codec}
+    tokens = {name: tokens_fingerprint(dataset) for name, dataset in datasets.items()}
     samples, tokens["train"] = training_samples(data), data.summary["tokens_fingerprint"]
     if capture.store is not None:
         check_samples(capture.store, len(samples), tokens["train"])
     elif capture.mode is CaptureMode.offline:
         datasets["train"] = samples
-    # Replay equals serving only if it reads the exact states.
-    codecs = dict.fromkeys(HELD_OUT, "exact") | {"train": capture.codec}
     specs = [
         StoreSpec(directory / name, dataset, codecs[name], tokens[name]) for name, dataset in datasets.items()
     ]

@@ -5,7 +5,7 @@ The first process of each other node has its part of the answers written.
 
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,20 @@ from train.stages.sources import (
     source_inputs,
     training_sources,
 )
-from train.stages.writing import print_refused, regenerated, self_inputs, write_prompts, written_inputs
+from train.stages.writing import (
+    answer_held_out,
+    answer_sampling,
+    open_generator,
+    print_refused,
+    regenerated,
+    self_inputs,
+    write_prompts,
+    written_inputs,
+)
 from train.target import Target
 
 HELD_OUT = ("validation", "test")
+SAMPLED = "sampled"  # the test prompts with answers that were sampled as those of the training data
 TOKEN_COUNTS = "token_counts.safetensors"  # of the assistant's tokens, by id
 SELF_PROMPTS = "self_prompts.jsonl"
 ANSWERS, _TOKENIZED = "regenerated", "tokenized"
@@ -83,12 +93,16 @@ def data_inputs(context: RunContext) -> dict[str, Any]:
     if data.regenerate.enabled:
         settings = asdict(data.regenerate)
         del settings["batch_size"]
+        settings["held_out_tokens"] = context.config.evaluate.max_new_tokens
         inputs["regenerate"] = settings | written_inputs(context)
     return inputs
 
 
 def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
-    """Read, hold prompts out, render and tokenize, into `train/`, token counts and `held_out.json`."""
+    """Read, hold prompts out, render and tokenize, into `train/`, token counts and `held_out.json`.
+
+    Where the target samples the training answers, it answers the test prompts so too, into `sampled/`.
+    """
     data = context.config.data
     if data.train == SELF and not (directory / SELF_PROMPTS).exists():
         write_prompts(context, directory / SELF_PROMPTS)
@@ -111,9 +125,14 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
         _check_templates(data, context.target, conversations[0])
     if data.regenerate.enabled:
         on_other_ranks(context, answer_part, directory=str(directory))
-        dataset = regenerated(context, _asked(context.config, conversations), directory / ANSWERS)
-        assert dataset is not None
-        save_dataset(dataset, directory / _TOKENIZED)
+        with open_generator(context, everywhere=False) as generator:
+            asked = _asked(context.config, conversations)
+            dataset = regenerated(context, generator, asked, directory / ANSWERS)
+            assert dataset is not None
+            save_dataset(dataset, directory / _TOKENIZED)
+            if (sampling := answer_sampling(context)).temperature:
+                sampling = replace(sampling, max_new_tokens=context.config.evaluate.max_new_tokens)
+                answer_held_out(generator, sampling, context.target, prompts["test"], directory / SAMPLED)
         for path in (directory / ANSWERS).glob("*.arrow"):  # the answers stay, which cost more
             path.unlink()
     else:
@@ -152,7 +171,8 @@ def answer_part(context: RunContext, directory: str) -> None:
     """Have this node's part of the answers written, by its first process."""
     if context.world.leads_node:
         data = Path(directory)
-        regenerated(context, _asked(context.config, mixed_training(data)), data / ANSWERS)
+        with open_generator(context, everywhere=False) as generator:
+            regenerated(context, generator, _asked(context.config, mixed_training(data)), data / ANSWERS)
 
 
 def _choose(directory: Path, limit: int | None, seed: int, vocab_size: int) -> None:

@@ -1,6 +1,7 @@
 """The evaluate stage: acceptance by replay of all test prompts, and decoding of a few. Rank 0 runs it."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from data.progress import tracked
 from data.store import HiddenStateStore
 from eagle31.export.read import load_export
 from eagle31.json_files import write_json
+from eagle31.training.batch import PackedBatch
 from train.config.run import Stage
 from train.config.target import TargetEngine
 from train.context import RunContext
@@ -24,11 +26,13 @@ from train.evaluation.measure import (
     evaluation_json,
     without_vllm,
 )
-from train.evaluation.replay import replay_greedily
+from train.evaluation.replay import replay_greedily, sampling_report
 from train.evaluation.vllm import decode_in_vllm, decode_with_mtp_head
 from train.report.results import at_draft_length, warnings_of
 from train.stages.building import new_drafter, step_dtype
+from train.stages.data import SAMPLED
 from train.stages.vocab import load_projected, load_vocab
+from train.stages.writing import answer_sampling
 
 
 def evaluate_inputs(context: RunContext) -> dict[str, Any]:
@@ -39,15 +43,11 @@ def evaluate_inputs(context: RunContext) -> dict[str, Any]:
         "capture": context.artifacts[Stage.capture].key,
         "draft_tokens": config.evaluate.draft_tokens,
         "decoded_prompts": config.evaluate.decoded_prompts,
-        "temperature": temperature_of(context),
         "seed": config.seed,
     }
     if config.target.engine is TargetEngine.vllm:
         # Some of vLLM's arguments change numbers (dtype, quantization).
         inputs |= {"engine": config.target.engine.value, "engine_args": config.vllm.engine_args}
-    elif inputs["temperature"]:
-        # A sampled completion depends on the other prompts of its batch.
-        inputs["batch_size"] = config.data.regenerate.batch_size
     return inputs
 
 
@@ -58,13 +58,12 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     tests = context.artifacts[Stage.answers].dataset("test")
     prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in tests]
     alone = [row["input_ids"][row["num_prompt_tokens"] :] for row in tests]
-    store = HiddenStateStore(context.artifacts[Stage.capture].directory / "test")
-    store.verify()
+    captured = context.artifacts[Stage.capture].directory
+    store = verified(captured / "test")
     conditions = Conditions(
         evaluate.draft_tokens,
         evaluate.max_new_tokens,
         context.target.eos_token_ids,
-        temperature_of(context),
         config.seed,
     )
     decoded, mtp = None, without_vllm(parts)
@@ -82,23 +81,27 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
         batch_size, ids = config.data.regenerate.batch_size, context.drafter.aux_layer_ids
         target = CompletingTarget.load(context.target.spec, parts, ids, device, batch_size)
         chosen = range(min(evaluate.decoded_prompts, len(prompts)))
-        decoded, decoded_samples = decode_in_transformers(
-            target, trained, prompts, alone, chosen, conditions, directory / "sampled.jsonl"
-        )
+        decoded, decoded_samples = decode_in_transformers(target, trained, prompts, chosen, conditions)
         del target  # its memory is free for the replay
     else:
         decoded_samples = stored_samples(store, decoded)
 
-    def replayed(name: str, candidate: Candidate) -> dict[str, Any]:
-        samples = tracked(range(len(store)), f"replay, {name}", "prompts")
-        rows = packed(store[index] for index in samples)
-        return replay_greedily(*candidate, rows, conditions.longest_draft).to_json()
+    def rows(store: HiddenStateStore, name: str) -> Iterator[PackedBatch]:
+        return packed(store[index] for index in tracked(range(len(store)), f"replay, {name}", "prompts"))
 
-    both = {"trained": replayed("trained", trained), "untrained": replayed("untrained", untrained(context))}
+    longest = conditions.longest_draft
+    both = {
+        name: replay_greedily(*candidate, rows(store, name), longest).to_json()
+        for name, candidate in (("trained", trained), ("untrained", untrained(context)))
+    }
+    sampled = None
+    if (captured / SAMPLED).exists():
+        samples = rows(verified(captured / SAMPLED), SAMPLED)
+        sampled = sampling_report(*trained, samples, longest, answer_sampling(context))
     dtype_name = str(parts.dtype).removeprefix("torch.")
     states = f"exact states ({dtype_name}) of capture.source={config.capture.source.value}"
     evaluation = evaluation_json(
-        conditions, trained, len(store), both, mtp, decoded, decoded_samples, alone, states
+        conditions, trained, len(store), both, sampled, mtp, decoded, decoded_samples, alone, states
     )
     write_json(directory / "evaluation.json", evaluation)
     for warning in warnings_of(evaluation):
@@ -107,18 +110,11 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     return {"acceptance_length": length, "k": evaluate.draft_tokens}
 
 
-def temperature_of(context: RunContext) -> float:
-    """Return the temperature for sampling: by default that at which training data is regenerated.
-
-    vLLM decodes greedily only: its build for CPUs ignores the temperature where there is a drafter.
-    """
-    config = context.config
-    if config.target.engine is TargetEngine.vllm:
-        return 0.0
-    for given in (config.evaluate.temperature, config.data.regenerate.temperature):
-        if given is not None:
-            return given
-    return float(context.target.parts.sampling["temperature"])
+def verified(directory: Path) -> HiddenStateStore:
+    """Open a store. Raise DamagedShard where a shard was altered."""
+    store = HiddenStateStore(directory)
+    store.verify()
+    return store
 
 
 def stored_samples(store: HiddenStateStore, decoded: DecodedSubset) -> Samples:

@@ -1,4 +1,4 @@
-"""What the target writes for a run: its own prompts, and the answers of training conversations."""
+"""What the target writes for a run: its own prompts, and the answers to training and held-out prompts."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
@@ -6,22 +6,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from datasets import Dataset
 
 from data.conversations.mixing import print_left_out
 from data.conversations.schemas import Conversations
-from data.generation.answers import AnswerGenerator
+from data.conversations.tokenize import save_dataset
+from data.generation.answers import MIN_ANSWER_TOKENS, AnswerGenerator, answer_prompts, record_batch
 from data.generation.hf import transformers_generator
 from data.generation.regenerate import regenerate
 from data.generation.self_prompts import UserTurn, user_turn, write_self_prompts
 from data.generation.vllm import VllmGenerator
 from data.sampling import Sampling
 from data.target.tokenizer import check_ids
+from eagle31.errors import UserError
 from train.config.data import SELF
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.distributed import wait_for
 from train.engines.inputs import completion_inputs
+from train.target import Target
 
 
 def written_inputs(context: RunContext) -> dict[str, Any]:
@@ -75,33 +79,68 @@ def write_prompts(context: RunContext, output: Path) -> None:
         )
 
 
-def regenerated(context: RunContext, conversations: Conversations, directory: Path) -> Dataset | None:
-    """Have this node's blocks of conversations answered; return all samples on rank 0."""
-    settings, target, world = context.config.data.regenerate, context.target, context.world
+def answer_sampling(context: RunContext) -> Sampling:
+    """Return how the target answers the training conversations."""
+    settings = context.config.data.regenerate
     given = {} if settings.temperature is None else {"temperature": settings.temperature}
-    sampling = Sampling(
+    return Sampling(
         max_new_tokens=settings.max_new_tokens,
-        stop_token_ids=target.eos_token_ids,
+        stop_token_ids=context.target.eos_token_ids,
         seed=context.config.seed,
-        **(given or target.parts.sampling),
+        **(given or context.target.parts.sampling),
     )
-    with open_generator(context, everywhere=False) as generator:
-        return regenerate(
-            conversations,
-            target.tokenizer,
-            generator,
-            sampling,
-            model_fingerprint=target.parts.fingerprint,
-            max_tokens=context.config.data.max_tokens,
-            template_kwargs=target.template_kwargs,
-            directory=directory,
-            on_refused=print_refused,
-            max_samples=context.config.data.max_samples,
-            driver=world.node_rank,
-            num_drivers=world.num_nodes,
-            wait_for=wait_for,
-            progress=world.is_main,
-        )
+
+
+def regenerated(
+    context: RunContext, generator: AnswerGenerator, conversations: Conversations, directory: Path
+) -> Dataset | None:
+    """Have this node's blocks of conversations answered; return all samples on rank 0."""
+    target, world = context.target, context.world
+    return regenerate(
+        conversations,
+        target.tokenizer,
+        generator,
+        answer_sampling(context),
+        model_fingerprint=target.parts.fingerprint,
+        max_tokens=context.config.data.max_tokens,
+        template_kwargs=target.template_kwargs,
+        directory=directory,
+        on_refused=print_refused,
+        max_samples=context.config.data.max_samples,
+        driver=world.node_rank,
+        num_drivers=world.num_nodes,
+        wait_for=wait_for,
+        progress=world.is_main,
+    )
+
+
+def answer_held_out(
+    generator: AnswerGenerator, sampling: Sampling, target: Target, prompts: list[dict], directory: Path
+) -> dict[str, int]:
+    """Have held-out prompts answered, into `directory` (Arrow); the answers are in a JSONL file next to it.
+
+    Raises:
+        UserError: no answer is long enough for a draft.
+    """
+    token_ids = [prompt["input_ids"] for prompt in prompts]
+    completions = answer_prompts(
+        generator,
+        token_ids,
+        sampling,
+        output=directory.with_suffix(".jsonl"),
+        model_fingerprint=target.parts.fingerprint,
+        progress=True,
+    )
+    batch = record_batch(
+        (prompt["id"], [(prompt["input_ids"], answer)])
+        for prompt, answer in zip(prompts, completions, strict=True)
+        if len(answer) >= MIN_ANSWER_TOKENS
+    )
+    dataset = Dataset(pa.Table.from_batches([batch]))
+    if not len(dataset):
+        raise UserError("target.model", target.settings.model, "It completes no held-out prompt.")
+    save_dataset(dataset, directory)
+    return {"num_prompts": len(dataset), "num_tokens": sum(map(len, completions))}
 
 
 def print_refused(refused: Sequence[tuple[str, str]]) -> None:

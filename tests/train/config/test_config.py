@@ -11,7 +11,6 @@ from tests.runs.forked import ROOT
 from tests.train.torchrun import composed
 from train.config.capture import CaptureMode
 from train.config.run import RunConfig, Stage, check
-from train.config.target import TargetEngine
 from train.config.training import Schedule
 
 RECIPES = ROOT / "recipes"
@@ -104,13 +103,6 @@ def test_prompts_of_the_target_that_nothing_could_be_trained_on_are_refused(chan
     with pytest.raises(UserError) as caught:
         check(composed("any_target", *needed, change))
     assert caught.value.field == field
-
-
-def test_sampling_is_refused_where_vllm_decodes() -> None:
-    check(config := composed("any_target", *NEEDED, "evaluate.temperature=1"))
-    config.target.engine = TargetEngine.vllm
-    with pytest.raises(UserError, match=r"evaluate\.temperature=1\.0: .*target\.engine=vllm"):
-        check(config)
 
 
 @pytest.mark.parametrize("source", ["hf", "vllm"])

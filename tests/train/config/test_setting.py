@@ -24,7 +24,6 @@ ZERO = {
         "seed",
         "train.seed",
         "data.regenerate.temperature",
-        "evaluate.temperature",
         "data.template_probability",
     ),
     "data.max_malformed_fraction",

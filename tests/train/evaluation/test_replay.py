@@ -2,6 +2,7 @@ import torch
 
 from data.batches.rows import pack_row
 from data.samples import CapturedSample
+from data.sampling import Sampling
 from tests.eagle31.tiny import random_batch, tiny_config, tiny_drafter
 from train.evaluation.replay import replay_greedily, sampling_report
 
@@ -34,6 +35,15 @@ def test_the_hash_is_of_prompts_and_completions_and_not_of_rows() -> None:
         assert hash_of([other, second]) != known
     assert hash_of([second, first]) != known
     batch = pack_row([first, second], 70)
-    sampled = sampling_report(drafter, frozen, [batch], 2, temperature=0.7)
+    sampled = sampling_report(drafter, frozen, [batch], 2, Sampling(8, (0,), temperature=0.7, seed=0))
     assert sampled is not None
     assert sampled["greedy_drafts"]["texts_hash"] == sampled["sampled_drafts"]["texts_hash"] == known
+
+
+def test_only_greedy_drafts_are_measured_where_a_part_of_the_tokens_is_sampled_from() -> None:
+    drafter, frozen = tiny_drafter(tiny_config(), torch.float32)
+    how = Sampling(8, (0,), temperature=0.7, seed=0, top_p=0.9)
+    found = sampling_report(drafter, frozen, [pack_row([sample(30)], 30)], 2, how)
+    assert found is not None
+    assert found["greedy_drafts"]["by_draft_length"]
+    assert "sampled_drafts" not in found

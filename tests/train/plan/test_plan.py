@@ -409,7 +409,12 @@ def test_states_take_what_the_data_stage_counted_and_those_of_held_out_prompts_a
     summary = {"num_tokens": 10_000, "num_supervised_tokens": 7_500, "num_samples": 50}
     work = run_work(RunSizes(config), summary)
     assert work.store_bytes == 10_000 * 5 + (3 * 10_000 + 7_500) * (4096 + 1)
-    held_out = (config.data.num_validation + config.data.num_test) * 200
+    held_out = (config.data.num_validation + 2 * config.data.num_test) * 200  # sampled answers, too
     assert work.held_out_bytes == held_out * 5 + 3.75 * held_out * 4096 * 2
     online = run_work(RunSizes(composed("qwen3_8b", "capture=hf_online")), summary)
     assert online.held_out_bytes == work.held_out_bytes
+    given = run_work(RunSizes(composed("qwen3_8b", "data.regenerate.enabled=false")), summary)
+    of_test = (work.held_out_bytes - given.held_out_bytes) / given.held_out_bytes
+    assert of_test == pytest.approx(
+        config.data.num_test / (config.data.num_validation + config.data.num_test)
+    )

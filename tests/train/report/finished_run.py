@@ -115,6 +115,7 @@ def evaluation() -> dict[str, Any]:
         "untrained": by_draft_length([3, 0, 0, 0, 0, 0, 0, 0], 4064),
         "sampling": {
             "temperature": 1.0,
+            "settings": "temperature=1",
             "num_prompts": 32,
             "greedy_drafts": by_draft_length([850, 402, 238, 110, 60, 30, 15, 7], 1890),
             "sampled_drafts": by_draft_length([1050, 602, 338, 190, 100, 60, 30, 15], 1890),

@@ -14,7 +14,8 @@ def finished(
 ) -> Path:
     """Write the report and the configuration of a run whose drafts are accepted with a probability."""
     drafts = acceptance(rate, texts=f"sampled, {sampled}", num_prompts=24 if sampled == "same" else 23)
-    sampling = {"temperature": 1.0, "greedy_drafts": drafts, "sampled_drafts": drafts}
+    sampling = {"temperature": 1.0, "settings": "temperature=1"}
+    sampling |= {"greedy_drafts": drafts, "sampled_drafts": drafts}
     measured = evaluation() | {"trained": acceptance(rate, texts=texts), "sampling": sampling}
     info = run_info() | {"target_fingerprint": target}
     directory.mkdir(parents=True)

@@ -1,7 +1,7 @@
 """The evaluate stage with vLLM, compared with the same stage with transformers."""
 
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from eagle31.json_files import read_json
 from tests.train.small_run import RECIPE, arguments
 from tests.train.stages.making import make_result
 from tests.train.torchrun import composed
-from train.config.run import Stage, needed_stages
+from train.config.run import Stage
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.distributed import World
@@ -110,17 +110,3 @@ def test_report_and_card_name_vllm_as_the_engine(in_vllm: VllmRun) -> None:
     assert engine.startswith("vLLM 0.")
     for page in ("report/index.html", "export/README.md"):
         assert engine in (in_vllm.directory / page).read_text()
-
-
-def test_a_run_that_samples_too_has_the_same_greedy_results(
-    small_target: EmbeddedTarget, finished: tuple[Path, str], tmp_path: Path
-) -> None:
-    shutil.copytree(finished[0], tmp_path / "run", symlinks=True)
-    settings = [*arguments(small_target, tmp_path / "run"), "evaluate.temperature=1"]
-    context = RunContext(composed(RECIPE, *settings), World(rank=0, local_rank=0, size=1))
-    stages = needed_stages(replace(context.config, stages=[Stage.evaluate]))
-    for stage in unfinished_stages(context, stages):
-        make_result(context, stage)
-    sampled, greedy = sorted(evaluations(tmp_path / "run"), key=lambda one: one["sampling"] is None)
-    assert sampled | {"sampling": None} == greedy
-    assert sampled["sampling"]["temperature"] == 1.0
