@@ -32,6 +32,7 @@ from eagle31.training.drift import Drift, DriftRows, measure_drift
 from eagle31.training.schedule import RolloutSchedule
 from eagle31.training.step import DepthSums, rollout_loss
 from eagle31.training.teacher_forced import by_draft_length, greedy_hits
+from train.trainer.engine_state import check_internals
 from train.trainer.matrices import is_matrix
 from train.trainer.optimizer import Muon
 
@@ -220,6 +221,7 @@ def initialize_model_engine(
             config=config,
             config_class=deepspeed.DeepSpeedConfig(config),
         )
+    check_internals(model_engine)
     if isinstance(optimizer, Muon):
         optimizer.attach(model_engine, matrices)
     return model_engine

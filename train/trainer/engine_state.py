@@ -6,6 +6,7 @@ run code when they are read, and its universal ones need a conversion in between
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import deepspeed
 import torch
@@ -18,12 +19,23 @@ from train.distributed import World
 from train.trainer.checkpoint_files import WEIGHTS, SavedFragment, SavedParts
 
 _WHOLE = "fp32_groups_gradients_flat"  # of the optimizer that has the whole gradient
-# Where DeepSpeed's optimizers have the float32 weights.
-_MASTERS = {
-    "DeepSpeedZeroOptimizer": "single_partition_of_fp32_groups",
-    "Bf16Optimizer": "fp32_groups_flat_partition",
-    "DeepSpeedZeroOptimizer_Stage3": "fp32_partitioned_groups_flat",
+# What is used of DeepSpeed's internals: of its optimizers, the float32 weights first; and of each weight.
+_OF_OPTIMIZER = {
+    "DeepSpeedZeroOptimizer": ("single_partition_of_fp32_groups", "averaged_gradients"),
+    "Bf16Optimizer": (
+        "fp32_groups_flat_partition",
+        "fp32_groups_gradient_flat_partition",
+        _WHOLE,
+        "update_lp_params",
+    ),
+    "DeepSpeedZeroOptimizer_Stage3": (
+        "fp32_partitioned_groups_flat",
+        "averaged_gradients",
+        "grad_position",
+        "get_param_id",
+    ),
 }
+_OF_WEIGHT = {1: ("_hp_mapping",), 2: ("_hp_mapping",), 3: ("ds_id", "ds_numel", "ds_shape")}
 _STEP = "step"  # of AdamW, a number and not a tensor of the weight's shape
 
 
@@ -59,7 +71,7 @@ def master_weights(model_engine: deepspeed.DeepSpeedEngine) -> list[Tensor]:
     if not model_engine.zero_optimization():
         return list(model_engine.module.drafter.parameters())
     optimizer = model_engine.optimizer
-    return list(getattr(optimizer, _MASTERS[type(optimizer).__name__]))
+    return list(getattr(optimizer, _OF_OPTIMIZER[type(optimizer).__name__][0]))
 
 
 def has_whole_gradient(model_engine: deepspeed.DeepSpeedEngine) -> bool:
@@ -246,3 +258,18 @@ def _of_all_ranks(own: list[Fragment], device: torch.device) -> list[list[Fragme
     tables = [torch.empty_like(table) for _ in range(dist.get_world_size())]
     dist.all_gather(tables, table)
     return [[Fragment(*row) for row in one.tolist()] for one in tables]
+
+
+def check_internals(model_engine: deepspeed.DeepSpeedEngine) -> None:
+    """Raise UserError if the installed DeepSpeed lacks an internal that is used here."""
+    used: dict[Any, tuple[str, ...]] = {model_engine: ("basic_optimizer", "gradient_average")}
+    if model_engine.zero_optimization():
+        optimizer, stage = model_engine.optimizer, model_engine.zero_optimization_stage()
+        used[optimizer] = _OF_OPTIMIZER.get(type(optimizer).__name__, (f"weights at ZeRO {stage}",))
+        used[next(model_engine.module.parameters())] = _OF_WEIGHT[stage]
+    missing = [
+        f"{type(o).__name__}.{name}" for o, names in used.items() for name in names if not hasattr(o, name)
+    ]
+    if missing:
+        remedy = f"It has no {', '.join(missing)}; install the version that pyproject.toml names."
+        raise UserError("deepspeed", deepspeed.__version__, remedy)
