@@ -124,7 +124,7 @@ def read_raw_config(directory: Path) -> dict[str, Any]:
     except (UserError, OSError) as error:
         reason = f"It cannot be read: {getattr(error, 'remedy', error)}"
         if isinstance(error, FileNotFoundError):
-            reason = "The directory has no such file; give a drafter's, such as the export/ of a run."
+            reason = "There is no such file; give a drafter's directory, such as the export/ of a run."
         raise UserError("config.json", directory, reason) from error
 
 

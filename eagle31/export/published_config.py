@@ -103,8 +103,7 @@ def _attention_kind(layer: dict[str, Any]) -> type[AttentionShape]:
         if architecture in found.architectures:
             return kind
     supported = [name for found in FORMATS.values() for name in found.architectures]
-    remedy = f"It is not a drafter that can be read; give one of {', '.join(supported)}."
-    raise UserError("architectures", architecture, remedy)
+    raise UserError("architectures", architecture, f"No known drafter; give one of {', '.join(supported)}.")
 
 
 def _check_latent(layer: dict[str, Any]) -> None:

@@ -188,8 +188,7 @@ def errors_for_users(recipe: str, arguments: Sequence[str]) -> Iterator[None]:
     except UserError:
         raise
     except MissingMandatoryValue as error:
-        remedy = f"The recipe has no value for it; give {error.full_key}=VALUE."
-        raise UserError(str(error.full_key), "", remedy) from None
+        raise UserError(str(error.full_key), "", f"Give {error.full_key}=VALUE.") from None
     except OverrideParseException as error:
         # Hydra's reason repeats a part of the value, which may be a part of a secret.
         key, _, value = error.override.lstrip("+").partition("=")

@@ -118,11 +118,10 @@ def attention_heads(shape: DrafterShape, target: Any, num_heads: int, hidden_siz
                 remedy = f"It is a setting of {kind.title}; set drafter.attention={kind.name} too."
                 raise UserError(f"drafter.{name}", getattr(shape, name), remedy)
     if not issubclass(chosen, MlaShape):
-        # A config without it, such as GPT-NeoX's, has as many as query heads.
-        key_heads = getattr(target, "num_key_value_heads", None) or num_heads
         return {
             "attention": chosen(),
-            "num_key_value_heads": shape.num_key_value_heads or key_heads,
+            "num_key_value_heads": shape.num_key_value_heads
+            or getattr(target, "num_key_value_heads", num_heads),
             "head_dim": shape.head_dim or head_width(target) or hidden_size // num_heads,
         }
     widths = {name: _given(getattr(shape, name), getattr(target, name, None)) for name in chosen.widths()}

@@ -83,8 +83,6 @@ def check_arguments(arguments: argparse.Namespace) -> Path:
             if value is not None and value < 1:
                 flag = "-k" if name == "k" else f"--{name.replace('_', '-')}"
                 raise UserError(flag, value, "It must be at least 1.")
-    if not arguments.export.is_dir():
-        raise UserError("export", arguments.export, "No such directory; give the export/ of a run.")
     read_raw_config(arguments.export)
     python, spec = find_python(), target_spec(arguments)
     engine_args = parse_engine_arguments(arguments.engine_args)

@@ -88,12 +88,6 @@ def test_an_index_has_to_name_files_next_to_it(tmp_path: Path, index: str, remed
         load_export(tmp_path / "e", CPU)
 
 
-def test_the_output_directory_in_place_of_the_export_is_named(tmp_path: Path) -> None:
-    export(tmp_path / "export")
-    with pytest.raises(UserError, match=r"such as the export/ of a run"):
-        load_export(tmp_path, CPU)
-
-
 def test_weights_of_torch_save(tmp_path: Path) -> None:
     export(tmp_path / "e")
     expected = drafted(load_export(tmp_path / "e", CPU))
@@ -157,6 +151,8 @@ def test_a_draft_vocabulary_is_checked(tmp_path: Path) -> None:
 
 def test_damaged_exports_are_refused(tmp_path: Path) -> None:
     export(tmp_path / "e")
+    with pytest.raises(UserError, match=r"such as the export/ of a run"):
+        load_export(tmp_path, CPU)
     weights = tmp_path / "e" / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
