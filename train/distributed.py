@@ -133,7 +133,8 @@ def watch_ranks(world: World) -> None:
 
 
 def _watch(world: World, values: dist.Store) -> None:
-    seen = dict.fromkeys(range(1, world.size), (b"", time.monotonic())) if world.is_main else {}
+    # Counted in beats of this rank, which no clock moves on while the whole run is suspended.
+    seen = dict.fromkeys(range(1, world.size), (b"", 0)) if world.is_main else {}
     try:
         for beat in count():
             # Where rank 0's node is gone without a word, the store's operations wait for as long as TCP does.
@@ -146,16 +147,12 @@ def _watch(world: World, values: dist.Store) -> None:
             for rank, (last, since) in seen.items():
                 name = f"{_BEAT}/{rank}"
                 now = values.get(name) if values.check([name]) else b""
+                seconds = (beat - since) * BEAT_SECONDS
                 if now not in (last, _ENDED.encode()):
-                    seen[rank] = now, time.monotonic()
-                elif now == last and time.monotonic() - since > (SILENT_SECONDS if last else START_SECONDS):
-                    silent_for = f"silent for {time.monotonic() - since:.0f} s"
-                    _post(
-                        values,
-                        f"rank {rank}",
-                        silent_for,
-                        "Its process or node is gone; see what it printed.",
-                    )
+                    seen[rank] = now, beat
+                elif now == last and seconds > (SILENT_SECONDS if last else START_SECONDS):
+                    remedy = "Its process or node is gone; see what it printed."
+                    _post(values, f"rank {rank}", f"silent for {seconds:.0f} s", remedy)
             failed = values.check([_FAILURE])
             unanswered.cancel()
             if failed:

@@ -13,6 +13,7 @@ world = World.from_environment()
 watch_ranks(world)
 wait_for_ranks("begun", world)
 time.sleep(1.0)
+print("seen", flush=True)  # by rank 0, several times
 if world.rank == int(sys.argv[1]):
     os.kill(os.getpid(), signal.Signals[sys.argv[2]])
 time.sleep(120)  # as in a collective

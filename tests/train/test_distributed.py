@@ -1,5 +1,8 @@
 """What a process of a run does before the others are known."""
 
+import os
+import signal
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -8,9 +11,12 @@ import torch
 import torch.distributed as dist
 
 from eagle31.errors import UserError
+from tests.processes import wait_for as wait_for_output
 from tests.runs.forked import start
 from train import distributed
 from train.distributed import World, made_by_main, post_failure, read_when_set, wait_for, wait_for_ranks
+
+WORKER = "tests/train/lost_rank_worker.py"
 
 
 @pytest.mark.parametrize("variable", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -54,16 +60,15 @@ def test_a_failure_of_one_rank_ends_the_waits_of_the_others(values: dist.Store, 
 
 
 @pytest.mark.parametrize(
-    ("lost", "signal", "said"),
+    ("lost", "sent", "said"),
     [
         (1, "SIGKILL", "error: rank 1=silent for"),
         (0, "SIGKILL", "error: rank 0=its node is gone"),
         (0, "SIGSTOP", "error: rank 0=silent for"),  # its connections stay, as where a node has no power
     ],
 )
-def test_a_node_that_dies_ends_the_others(lost: int, signal: str, said: str, tmp_path: Path) -> None:
-    worker = "tests/train/lost_rank_worker.py"
-    ranks = start(worker, lost, signal, log=tmp_path / "log", num_processes=2, num_nodes=2)
+def test_a_node_that_dies_ends_the_others(lost: int, sent: str, said: str, tmp_path: Path) -> None:
+    ranks = start(WORKER, lost, sent, log=tmp_path / "log", num_processes=2, num_nodes=2)
     try:
         for one in ranks.processes:
             one.join(100)
@@ -71,6 +76,22 @@ def test_a_node_that_dies_ends_the_others(lost: int, signal: str, said: str, tmp
     finally:
         ranks.kill()
     assert said in ranks.printed()
+
+
+def test_a_run_that_was_suspended_continues(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    ranks = start(WORKER, -1, "SIGKILL", log=log, num_processes=2, num_nodes=2)
+    try:
+        wait_for_output(lambda: log.exists() and ranks.printed().count("seen") == 2)
+        ranks.send_signal(signal.SIGSTOP)
+        time.sleep(4)  # twice as long as a rank may be silent
+        for one in ranks.processes:  # rank 0 first
+            assert one.pid is not None
+            os.kill(one.pid, signal.SIGCONT)
+            time.sleep(1)
+        assert all(one.is_alive() for one in ranks.processes), ranks.printed()
+    finally:
+        ranks.kill()
 
 
 def test_what_rank_0_makes_counts_on_every_rank(values: dist.Store) -> None:
