@@ -197,7 +197,7 @@ def regenerate(
             num_answers = min(num_answers, math.ceil(num_answers * max_samples / len(conversations)))
         # Each finished block has about as many; a conversation may end before its last turn.
         num_answers -= block_turns * len([*directory.glob("block-*.arrow")])
-        total = max(num_answers // num_drivers, 0) or None
+        total = first_drivers_answers(num_answers, block_turns, num_drivers) or None
     num_taken = -1
     while num_taken < num_blocks:
         num_taken, num_turns = num_blocks, math.inf
@@ -237,6 +237,12 @@ def regenerate(
         return Dataset(SAMPLE_SCHEMA.empty_table())
     files = (str(block_file(number, ".arrow")) for number in sorted(num_samples))
     return concatenate_datasets([Dataset.from_file(file) for file in files])
+
+
+def first_drivers_answers(num_answers: int, block_turns: int, num_drivers: int) -> int:
+    """Return how many of the answers are in the blocks of the first driver: in every num_drivers-th one."""
+    num_blocks = math.ceil(num_answers / block_turns / num_drivers)
+    return max(min(num_answers, num_blocks * block_turns), 0)
 
 
 def _joined(turns: Iterable[AnsweredTurn]) -> Iterator[list[AnsweredTurn]]:

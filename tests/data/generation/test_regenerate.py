@@ -16,7 +16,7 @@ from data.conversations.schemas import Conversation
 from data.generation.answers import AnswerGenerator
 from data.generation.dialogue import OVERLONG
 from data.generation.hf import TransformersGenerator
-from data.generation.regenerate import regenerate
+from data.generation.regenerate import first_drivers_answers, regenerate
 from data.sampling import Sampling
 from eagle31.errors import UserError
 from tests.data.conversations.chat_templates import CHATML, STRICT, byte_level_tokenizer
@@ -259,3 +259,8 @@ def test_no_more_is_answered_than_max_samples_needs(
     rows = regenerated(generator, tokenizer, tmp_path, some, max_samples=300)
     assert 300 <= len(rows) <= 310
     assert max(int(row["id"].partition("/")[0]) for row in rows) < 350
+
+
+def test_the_progress_of_the_first_driver_counts_its_own_blocks() -> None:
+    found = [first_drivers_answers(number, 100, 2) for number in (-40, 0, 60, 100, 240, 400)]
+    assert found == [0, 0, 60, 100, 200, 200]
