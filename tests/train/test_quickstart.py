@@ -45,7 +45,6 @@ def test_quickstart_exports_a_drafter_and_prints_what_it_gains(
     untrained = re.search(r"^untrained +greedy +4 +0 +(\d+\.\d+) ", table, re.MULTILINE)
     assert untrained, printed
     assert float(row[1]) > float(untrained[1]), printed
-    assert re.search(r"^trained +sampled +4 +1 ", table, re.MULTILINE), printed
     assert read_json(tmp_path / "run" / "export" / "config.json")["norm_output"] is True
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
     assert (tmp_path / "run" / "report" / "index.html").is_file()

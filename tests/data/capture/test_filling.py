@@ -229,7 +229,7 @@ def test_refused_samples_count_as_done_until_they_are_tried_again(
     assert "sample 7: the server does not take it" in reported
     assert HiddenStateStore(tmp_path).sample_ids.tolist() == [i for i in range(12) if i != 7]
     assert retry(tmp_path) == {7: "the server does not take it"}
-    with pytest.raises(UserError, match="unfinished"):
+    with pytest.raises(UserError, match="has no manifest"):
         HiddenStateStore(tmp_path)
     assert open_store(FinishedShards(tmp_path), fields) == [7]
     _fill(tmp_path, dataset, [7])

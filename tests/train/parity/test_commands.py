@@ -21,7 +21,7 @@ def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_invalid_input_is_refused_before_anything_is_read(export: Path, tmp_path: Path, script: str) -> None:
     target = ("--target", tmp_path / "target")
     cases = [
-        ((tmp_path / "none", *target), "export="),
+        ((tmp_path / "none", *target), "such as the export/ of a run"),
         ((export, *target, "-k", 0), "-k=0: "),
         ((export, *target), "run scripts/setup/vllm"),
     ]
