@@ -142,6 +142,7 @@ def _watch(world: World, values: dist.Store) -> None:
                 "rank 0", f"silent for {SILENT_SECONDS:.0f} s", "Its node or the network is gone."
             )
             unanswered = threading.Timer(SILENT_SECONDS, _end, [silent])
+            unanswered.daemon = True  # a process that ends does not wait for it
             unanswered.start()
             values.set(f"{_BEAT}/{world.rank}", str(beat))
             for rank, (last, since) in seen.items():

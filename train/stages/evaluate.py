@@ -58,8 +58,8 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     tests = context.artifacts[Stage.answers].dataset("test")
     prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in tests]
     alone = [row["input_ids"][row["num_prompt_tokens"] :] for row in tests]
-    captured = context.artifacts[Stage.capture].directory
-    store = verified(captured / "test")
+    captured = context.artifacts[Stage.capture]
+    store = verified(captured.directory / "test")
     conditions = Conditions(
         evaluate.draft_tokens,
         evaluate.max_new_tokens,
@@ -95,8 +95,8 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
         for name, candidate in (("trained", trained), ("untrained", untrained(context)))
     }
     sampled = None
-    if (captured / SAMPLED).exists():
-        samples = rows(verified(captured / SAMPLED), SAMPLED)
+    if SAMPLED in captured.summary["num_samples"]:
+        samples = rows(verified(captured.directory / SAMPLED), SAMPLED)
         sampled = sampling_report(*trained, samples, longest, answer_sampling(context))
     dtype_name = str(parts.dtype).removeprefix("torch.")
     states = f"exact states ({dtype_name}) of capture.source={config.capture.source.value}"
