@@ -3,7 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 Prompts = Sequence[Sequence[int]]
+
+
+def mixed_seed(*numbers: int) -> int:
+    """Return a seed that is made of several numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 @dataclass(frozen=True)

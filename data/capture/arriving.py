@@ -5,19 +5,19 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from dataclasses import astuple, dataclass
 from itertools import chain, islice
 
 import torch
 from datasets import Dataset
-from torch import Tensor
 
 from data.batches.loader import SourceStats
-from data.capture.producer import EngineProducer
+from data.capture.dispatch import Completions, Dispatcher, Prompt, Refused
 from data.capture.tokens import TokenRows, dataset_lengths
-from data.capture.transport.protocol import StateRequest, Transport
+from data.capture.transport.protocol import OpenTransport, StateRequest
 from data.refusals import check_refusals
-from data.samples import CapturedSample, StateShape
+from data.samples import CapturedSample
 from eagle31.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -31,16 +31,17 @@ _TAKEN_KEPT = 64
 _CHUNK_SAMPLES = 512
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Expected:
     position: int  # in the announced order
     index: int  # in the dataset
     request: StateRequest
     num_bytes: int
+    answer: Future[Completions] | None = None  # an engine's, once it was requested
 
 
 class ArrivingStates:
-    """A `HiddenStateSource` of samples that a producer has engines capture, each dropped once it is read.
+    """A `HiddenStateSource` of samples that engines capture, each dropped once it is read.
 
     Requests for the samples that `expect` announced go out in order while their states, whose sizes are known
     to the byte, fit the bound, so that no engine can exceed it. What was answered and does not arrive, as
@@ -55,7 +56,7 @@ class ArrivingStates:
 
     Args:
         dataset: columns input_ids and loss_mask.
-        sample_bytes: returns the largest size of a sample in the transport, from loss_mask [T].
+        opened: the way of the states from the engines.
         spool_gb: the bound, in 1e9 bytes, which `num_sharing` ranks share equally.
         name: letters, digits, - and _; the name of this trainer process in this run.
         checks_refused: whether too many refused samples are an error; a store checks its own.
@@ -69,11 +70,9 @@ class ArrivingStates:
     def __init__(
         self,
         dataset: Dataset,
-        producer: EngineProducer,
-        transport: Transport,
+        dispatcher: Dispatcher,
+        opened: OpenTransport,
         *,
-        shape: StateShape,
-        sample_bytes: Callable[[Tensor], int],
         spool_gb: float,
         num_sharing: int = 1,
         name: str,
@@ -82,17 +81,16 @@ class ArrivingStates:
     ) -> None:
         self.lengths = dataset_lengths(dataset)
         self.limit_bytes = int(spool_gb * 1e9 / num_sharing)
-        self._producer, self._transport, self._shape = producer, transport, shape
+        self._dispatcher, self._opened, self._transport = dispatcher, opened, opened.transport
         self._spool_gb, self._num_sharing = spool_gb, num_sharing
         self._checks_refused, self._stopping = checks_refused, stopping
         self.gave_up = False  # samples may lack that have not arrived
         self._name = f"{name}-{secrets.token_hex(4)}"
-        self._tokens, self._sample_bytes = TokenRows(dataset), sample_bytes
+        self._tokens = TokenRows(dataset)
         self._num_announced = 0
         self._coming: deque[_Expected] = deque()
         self._requested: deque[_Expected] = deque()
         self._requested_bytes = 0
-        self._refusals: dict[str, str] = {}  # reasons by key, of requested samples
         self.refused: dict[int, str] = {}  # reasons by sample index
         self._taken: deque[str] = deque(maxlen=_TAKEN_KEPT)
         self._repeated_until = -1  # the last position that may be answered twice
@@ -103,7 +101,7 @@ class ArrivingStates:
         self._held_since: float | None = None  # when a request was last held back
         longest = max(range(len(self)), key=lambda index: self.lengths[index])
         [(_, mask)] = self._tokens.read([longest])
-        self._check_bound(sample_bytes(mask), f"The longest sample, of {len(mask):,} tokens, takes")
+        self._check_bound(opened.sample_bytes(mask), f"The longest sample, of {len(mask):,} tokens, takes")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -112,7 +110,7 @@ class ArrivingStates:
         """Announce the next samples that `get_many` will be called for."""
         for index, (input_ids, loss_mask) in zip(indices, self._tokens.read(indices), strict=True):
             request = StateRequest(f"{self._name}-{self._num_announced}", input_ids, loss_mask)
-            num_bytes = self._sample_bytes(loss_mask)
+            num_bytes = self._opened.sample_bytes(loss_mask)
             self._coming.append(_Expected(self._num_announced, index, request, num_bytes))
             self._num_announced += 1
         self._request_ahead()
@@ -121,7 +119,7 @@ class ArrivingStates:
         """Wait for the next samples that `expect` announced, and return them."""
         coming = islice(chain(self._requested, self._coming), len(indices))
         self._check_bound(sum(one.num_bytes for one in coming), "The samples of a step take")
-        self._look_after_producer()
+        self._look_after_engines()
         return [self._take(index) for index in indices]
 
     def captured(self, indices: Sequence[int]) -> Generator[tuple[int, CapturedSample | str], None, None]:
@@ -138,7 +136,7 @@ class ArrivingStates:
         """What has been since the last call."""
         requested = list(self._requested)  # a copy, as another thread changes it
         arrived = [one.num_bytes for one in requested if self._transport.arrived(one.request.key)]
-        totals = (self._starved_seconds, self._full_seconds, self._producer.num_restarts)
+        totals = (self._starved_seconds, self._full_seconds, self._dispatcher.num_failures)
         starved, full, restarts = (now - then for now, then in zip(totals, self._reported, strict=True))
         self._reported = totals
         return SourceStats(sum(arrived), starved, full, int(restarts))
@@ -167,7 +165,12 @@ class ArrivingStates:
             self._requested.append(self._coming.popleft())
             self._requested_bytes += expected.num_bytes
             if expected.index not in self.refused:
-                self._producer.request(expected.request)
+                self._request(expected)
+
+    def _request(self, expected: _Expected) -> None:
+        request, order = expected.request, (expected.position,)
+        prompt = Prompt(order, request.key, request.input_ids.tolist(), self._opened.task(request))
+        expected.answer = self._dispatcher.submit(prompt)
 
     def _last_has_arrived(self) -> bool:
         return not self._requested or self._transport.arrived(self._requested[-1].request.key)
@@ -185,58 +188,60 @@ class ArrivingStates:
         self._requested.popleft()
         self._requested_bytes -= expected.num_bytes
         self._taken.append(expected.request.key)
-        self._producer.received(expected.request.key)
+        if expected.answer is not None:
+            expected.answer.cancel()  # where it is sent again, nobody waits for it
         self._request_ahead()
         if sample is None:
             return self._without_tokens()
         aux = sample.aux_hidden_states
-        assert (*aux.shape[1:], aux.dtype) == astuple(self._shape), "the producer's target is another one"
+        assert (*aux.shape[1:], aux.dtype) == astuple(self._opened.shape), (
+            "the engines' target is another one"
+        )
         return sample
 
     def _wait_for(self, expected: _Expected) -> CapturedSample | None:
         """Wait for a sample; return None where it is refused, or given up."""
-        key, since, num_repeats = expected.request.key, time.monotonic(), 0
+        since, num_repeats = time.monotonic(), 0
         limit = _ARRIVAL_SECONDS + expected.num_bytes * self._num_sharing / _SLOW_BYTES
         while not (self.gave_up or self._stopping()):
             sample = self._transport.take(expected.request, _POLL_SECONDS)
             if sample is not None:
                 return sample
-            self._look_after_producer()
-            if key in self._refusals:
-                self._refuse(expected.index, self._refusals.pop(key))
+            self._look_after_engines()
+            assert expected.answer is not None
+            if not expected.answer.done():
+                since = time.monotonic()
+                continue
+            try:
+                expected.answer.result()
+            except Refused as error:
+                self._refuse(expected.index, str(error))
                 return None
-            if not self._producer.answered(key):
+            if time.monotonic() - since > limit:
                 since = time.monotonic()
-            elif time.monotonic() - since > limit:
-                since = time.monotonic()
-                num_repeats += self._repeat()
+                num_repeats += 1
                 if num_repeats > _MAX_REPEATS:
                     remedy = (
                         f"It was captured {num_repeats} times and did not arrive; look into the engines' "
                         "logs. Finished work is kept."
                     )
                     raise UserError("capture", f"sample {expected.index}", remedy)
+                self._repeat()
         self.gave_up = True
         return None
 
-    def _repeat(self) -> bool:
-        """Request what was answered and has not arrived again; return whether the next sample is among it."""
-        repeated = [
-            one
-            for one in self._requested
-            if one.index not in self.refused
-            and one.request.key not in self._refusals
-            and not self._transport.arrived(one.request.key)
-            and self._producer.request(one.request)
-        ]
+    def _repeat(self) -> None:
+        """Request what was answered and has not arrived again."""
+        for one in self._requested:
+            is_answered = one.answer is not None and one.answer.done() and one.answer.exception() is None
+            if is_answered and not self._transport.arrived(one.request.key):
+                self._request(one)
         # What was delivered before it was requested again comes twice.
         self._repeated_until = self._requested[-1].position if self._requested else -1
-        return bool(repeated) and repeated[0] is self._requested[0]
 
-    def _look_after_producer(self) -> None:
-        self._refusals |= self._producer.refusals()
-        if self._producer.num_restarts > self._restarts_seen:
-            self._restarts_seen = self._producer.num_restarts
+    def _look_after_engines(self) -> None:
+        if self._dispatcher.num_failures > self._restarts_seen:
+            self._restarts_seen = self._dispatcher.num_failures
             logger.warning("an engine of hidden states went down (%d)", self._restarts_seen)
             self._repeat()
         if self._requested and self._requested[0].position <= self._repeated_until:
@@ -251,6 +256,6 @@ class ArrivingStates:
             check_refusals(self.refused, len(self))
 
     def _without_tokens(self) -> CapturedSample:
-        shape, ids = self._shape, torch.empty(0, dtype=torch.int64)
+        shape, ids = self._opened.shape, torch.empty(0, dtype=torch.int64)
         aux = torch.empty(0, shape.num_aux_layers, shape.hidden_size, dtype=shape.dtype)
         return CapturedSample(ids, ids.bool(), aux, aux.new_empty(0, shape.hidden_size))

@@ -5,9 +5,9 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,21 +36,25 @@ class Refused(Exception):
     """The engine will never answer this prompt."""
 
 
-@dataclass
+Completions = list[list[int]]  # as many as were requested: one, or none where states are captured
+
+
+@dataclass(eq=False)
 class Prompt:
     """A prompt for an engine.
 
+    order: low ones are sent first.
     task: how to sample a completion, or what the client needs to have states captured.
     num_lost: the number of times that it was sent and got no answer.
-    withdrawn: it is not to be sent any more.
+    answer: from an engine, or Refused. Once it is cancelled, the prompt is not sent any more.
     """
 
-    index: int
+    order: tuple[int, ...]
     key: str
     input_ids: list[int]
     task: Any
     num_lost: int = 0
-    withdrawn: bool = False
+    answer: Future[Completions] = field(default_factory=Future)
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,8 @@ class EngineClient(Protocol):
         """Return what the engine runs; raise Unavailable where it does not answer."""
         ...
 
-    async def compute(self, prompt: Prompt) -> list[int]:
-        """Return the completion, if one is requested; raise Unavailable or Refused."""
+    async def compute(self, prompt: Prompt) -> Completions:
+        """Return the answer to the prompt; raise Unavailable or Refused."""
         ...
 
     async def close(self) -> None: ...
@@ -94,56 +98,86 @@ class _Link:
 
 
 class Dispatcher:
-    """Sends prompts to any server with capacity, and sends those again that get no answer.
+    """Sends prompts to any server with capacity, from a thread, and sends those again that get no answer.
 
     A prompt is refused where the server says so, and after four times without an answer. Of the prompts that
     were lost twice, a server has one at a time. So a prompt that ends servers is refused, and those that were
     under way with it are not.
 
     Args:
+        clients: used by this object only, which closes them.
         check: raises UserError for a client's engine whose info is not as required.
-        answered: called with the prompt, and the completion's token ids where one was requested.
-        refused: called with the prompt and the reason.
         patience_seconds: how long all servers may be down at once.
     """
 
     def __init__(
-        self,
-        clients: Sequence[EngineClient],
-        *,
-        check: Callable[[Any, Any], None],
-        answered: Callable[[Prompt, list[int]], None],
-        refused: Callable[[Prompt, str], None],
-        patience_seconds: float,
+        self, clients: Sequence[EngineClient], check: Callable[[Any, Any], None], patience_seconds: float
     ) -> None:
         self.patience_seconds = patience_seconds
         self.num_failures = 0  # the number of times that a server went down
         self._links = [_Link(client) for client in clients]
-        self._check, self._answered, self._refused = check, answered, refused
-        self._prompts: asyncio.PriorityQueue[tuple[int, int, int, Prompt]] = asyncio.PriorityQueue()
+        self._check = check
+        self._prompts: asyncio.PriorityQueue[tuple[Any, ...]] = asyncio.PriorityQueue()
         self._added = itertools.count()  # makes every item of the queue differ before its prompt
+        self._open: set[Prompt] = set()  # without an answer
+        self._failure: Exception | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engines", daemon=True)
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._run(), self._loop)
 
-    def add(self, prompt: Prompt) -> None:
-        """Send a prompt as soon as there is room; new ones first, then in the order of their indices."""
-        self._prompts.put_nowait((prompt.num_lost, prompt.index, next(self._added), prompt))
+    def submit(self, prompt: Prompt) -> Future[Completions]:
+        """Send a prompt as soon as there is room, and return its answer: those never lost first, by order.
 
-    async def run(self) -> None:
-        """Send prompts until this is cancelled.
-
-        Raises:
-            UserError: a server is not set up as required, or none has been up for too long.
+        The answer raises Refused, or UserError where a server is not set up as required, or none has been up
+        for too long.
         """
+        self._loop.call_soon_threadsafe(self._add, prompt)
+        return prompt.answer
+
+    def close(self) -> None:
+        """Cancel what is under way, close the clients, and end the thread."""
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for link in self._links:
+            await link.client.close()
+
+    async def _run(self) -> None:
         tasks = [asyncio.create_task(self._keep_up(link)) for link in self._links]
         for link in self._links:
             tasks += [asyncio.create_task(self._work(link)) for _ in range(link.client.concurrency)]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
+            await asyncio.gather(*tasks)
+        except Exception as error:  # every prompt that waits raises it
+            self._failure = error
+            for prompt in [*self._open]:
+                self._settle(prompt, error)
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _add(self, prompt: Prompt) -> None:
+        self._open.add(prompt)
+        if self._failure is not None:
+            self._settle(prompt, self._failure)
+        else:
+            self._prompts.put_nowait((prompt.num_lost, prompt.order, next(self._added), prompt))
+
+    def _settle(self, prompt: Prompt, answer: Completions | Exception) -> None:
+        self._open.discard(prompt)
+        with suppress(InvalidStateError):  # it was cancelled
+            if isinstance(answer, Exception):
+                prompt.answer.set_exception(answer)
+            else:
+                prompt.answer.set_result(answer)
 
     async def _keep_up(self, link: _Link) -> None:
         """Look at a server that is down until it is up."""
@@ -168,25 +202,24 @@ class Dispatcher:
         while True:
             await link.up.wait()
             *_, prompt = await self._prompts.get()
-            if prompt.withdrawn:
+            if prompt.answer.cancelled():
+                self._open.discard(prompt)
                 continue
             if not link.up.is_set():
-                self.add(prompt)
+                self._add(prompt)
                 continue
             assert link.info is not None
             reason = _impossible(prompt, link.info)
             if reason is not None:
-                self._refused(prompt, reason)
+                self._settle(prompt, Refused(reason))
                 continue
             try:
                 async with link.suspect if prompt.num_lost > 1 else nullcontext():
-                    output_ids = await link.client.compute(prompt)
+                    self._settle(prompt, await link.client.compute(prompt))
             except Refused as error:
-                self._refused(prompt, str(error))
+                self._settle(prompt, error)
             except Unavailable as error:
                 self._note_failure(link, prompt, error)
-            else:
-                self._answered(prompt, output_ids)
 
     def _note_failure(self, link: _Link, prompt: Prompt, error: Unavailable) -> None:
         if link.up.is_set():
@@ -196,10 +229,11 @@ class Dispatcher:
         link.reason = str(error)
         prompt.num_lost += error.lost
         if prompt.num_lost >= MAX_LOST:
-            self._refused(prompt, f"It was sent {prompt.num_lost} times without an answer; at last: {error}")
+            reason = f"It was sent {prompt.num_lost} times without an answer; at last: {error}"
+            self._settle(prompt, Refused(reason))
             return
         pause = min(2.0**prompt.num_lost - 1.0, _LONGEST_RETRY_SECONDS)
-        asyncio.get_running_loop().call_later(pause, self.add, prompt)
+        asyncio.get_running_loop().call_later(pause, self._add, prompt)
 
     def _check_patience(self) -> None:
         since = [link.down_since for link in self._links if link.down_since is not None]
@@ -226,44 +260,3 @@ def _impossible(prompt: Prompt, info: EngineInfo) -> str | None:
         )
         return f"Its {tokens} are more than the {info.max_tokens} that the engine was started for."
     return None
-
-
-class EngineThread:
-    """A thread with the event loop in which a dispatcher and its clients run.
-
-    Args:
-        clients: closed at the end.
-    """
-
-    def __init__(self, clients: Sequence[EngineClient]) -> None:
-        self._clients = clients
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="engines", daemon=True)
-        self._thread.start()
-
-    def start(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Have the thread call a function, and return at once."""
-        self._loop.call_soon_threadsafe(function, *arguments)
-
-    def cancel_all(self) -> None:
-        """Cancel what runs, and return once it has ended."""
-
-        async def cancel() -> None:
-            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-        self.start(cancel()).result()
-
-    def close(self) -> None:
-        """Cancel what runs, close the clients, and end the thread."""
-        self.cancel_all()
-        for client in self._clients:
-            self.start(client.close()).result()
-        self.call(self._loop.stop)
-        self._thread.join()
-        self._loop.close()

@@ -5,14 +5,19 @@ import os
 import sys
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 
+from data.capture.dispatch import Refused
 from data.conversations.reading import first_reasons
 from data.conversations.tokenize import SAMPLE_SCHEMA
 from data.progress import Progress
@@ -21,42 +26,38 @@ from eagle31.errors import UserError
 
 MIN_ANSWER_TOKENS = 2  # fewer have no supervised position
 _CHECKSUM = b', "crc32": '
-_MOST_DIALOGUES = 1 << 20  # of a block; makes indices of all blocks
-
-Answers = Sequence[tuple[int, list[int]]]  # the index of what was asked, and the token ids
+_RENDERING_SECONDS = 0.05
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A prompt of a conversation."""
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A prompt of a dialogue, and the target's answer once that is there."""
 
-    index: int
+    block: "Block"
+    index: int  # of the dialogue in its block
+    number: int  # 0 for the first of the dialogue
     prompt: Sequence[int]
-    seed: tuple[int, ...]  # what the seed of its answer is made of
+    ids: Sequence[int] = ()  # up to and including the first stop token
+
+    @property
+    def seed(self) -> tuple[int, ...]:
+        """What the seed of the answer is made of."""
+        return self.block.number, self.index, self.number
 
 
 class AnswerGenerator(Protocol):
-    """An engine that generates the target's answers."""
+    """An engine that generates the target's answers.
+
+    Dialogues of a block whose indices follow each other make a group of at most `group_size`, which is
+    answered turn by turn.
+    """
 
     engine: str  # its name in the file's header
+    group_size: int
+    num_groups: int  # the most under way
 
-    def converse(
-        self,
-        asked: Iterator[Asked],
-        sampling: Sampling,
-        answered: Callable[[Answers], list[Asked]],
-        refused: Callable[[int, str], None],
-    ) -> None:
-        """Answer conversations, each of which continues when it is answered.
-
-        No two of the functions run at the same time. An error that one raises ends the generation.
-
-        Args:
-            asked: each conversation's first prompt, taken when there is room for it; low indices come first.
-            answered: takes finished answers, and returns the prompts that follow. Those that it gets at a
-                time are kept or lost together.
-            refused: takes the index of a conversation whose prompt was refused, and the reason.
-        """
+    def submit(self, group: Sequence[Turn], sampling: Sampling) -> Future[list[list[int]]]:
+        """Have the prompts of a group answered; Refused where one never will be."""
         ...
 
 
@@ -75,16 +76,6 @@ class Dialogue(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class AnsweredTurn:
-    """What the target has written."""
-
-    turn: int  # 0 for the first of the dialogue
-    index: int  # of the dialogue
-    prompt: Sequence[int]
-    ids: Sequence[int]  # up to and including the first stop token
-
-
 class Block:
     """Dialogues whose answers are in one file.
 
@@ -96,11 +87,11 @@ class Block:
 
     def __init__(self, dialogues: Sequence[Dialogue], output: Path, number: int = 0) -> None:
         self.dialogues, self.output, self.number = dialogues, output, number
-        self.turns: list[AnsweredTurn] = []  # in an order that does not depend on when each was answered
+        self.turns: list[Turn] = []  # with answers; at the end sorted
         self.num_open = len(dialogues)
-        self._waiting: dict[int, Sequence[int]] = {}
+        self.is_asked = False  # whether every dialogue has begun
 
-    def asked(self, header: dict[str, Any], skipped: Callable[[int], None]) -> Iterator[Asked]:
+    def asked(self, header: dict[str, Any], skipped: Callable[[int], None]) -> Iterator[Turn]:
         """Yield the prompt of each dialogue that the answers in the file leave open, and write the header.
 
         Args:
@@ -120,29 +111,28 @@ class Block:
                     name = self.dialogues[index].name
                     remedy = f"Its answers to {name} belong to other prompts than the template writes now; "
                     raise UserError("output", self.output, remedy + "delete it.")
-                following = self._answer(index, ids)
+                following = self._answer(replace(following, ids=ids))
             if following is not None:
                 yield following
+        self.is_asked = True
 
-    def answered(self, answers: Answers) -> list[Asked]:
+    def answered(self, turns: Sequence[Turn]) -> list[Turn]:
         """Write answers into the file, and return the prompts that follow."""
-        self._append({"answers": [(*one, _checksum(self._waiting[one[0]])) for one in answers]})
-        following = [self._answer(index, ids) for index, ids in answers]
-        return [one for one in following if one is not None]
+        self._append({"answers": [(one.index, one.ids, _checksum(one.prompt)) for one in turns]})
+        return [one for one in map(self._answer, turns) if one is not None]
 
-    def _ask(self, index: int) -> Asked | None:
-        prompt = self.dialogues[index].next_prompt()
+    def _ask(self, index: int) -> Turn | None:
+        dialogue = self.dialogues[index]
+        prompt = dialogue.next_prompt()
         if prompt is None:
             self.num_open -= 1
             return None
-        self._waiting[index] = prompt
-        return Asked(index, prompt, (self.number, index, self.dialogues[index].turn))
+        return Turn(self, index, dialogue.turn, prompt)
 
-    def _answer(self, index: int, ids: list[int]) -> Asked | None:
-        dialogue = self.dialogues[index]
-        self.turns.append(AnsweredTurn(dialogue.turn, index, self._waiting.pop(index), ids))
-        dialogue.add_answer(ids)
-        return self._ask(index)
+    def _answer(self, turn: Turn) -> Turn | None:
+        self.turns.append(turn)
+        self.dialogues[turn.index].add_answer(turn.ids)
+        return self._ask(turn.index)
 
     def _append(self, record: dict[str, Any]) -> None:
         """Write a line, which is on disk when this returns."""
@@ -179,56 +169,93 @@ def answer_dialogues(
     """
     header = asdict(sampling) | {"stop_token_ids": sorted(sampling.stop_token_ids)}
     header |= {"engine": generator.engine, "model": model_fingerprint}
-    opened: dict[int, Block] = {}
     refusals: list[tuple[str, str]] = []
     num_dialogues = num_tokens = 0
     started = time.monotonic()
-    complete: set[int] = set()  # blocks that have asked all dialogues
 
-    def finish(number: int) -> None:
-        if number in complete and not opened[number].num_open:
-            block = opened.pop(number)
-            block.turns.sort(key=lambda one: (one.turn, one.index))
+    def finish(block: Block) -> None:
+        if block.is_asked and not block.num_open:
+            block.turns.sort(key=lambda one: (one.number, one.index))
             finished(block)
 
-    def asked() -> Iterator[Asked]:
+    def asked() -> Iterator[Turn]:
         nonlocal num_dialogues
         for block in blocks:
             num_dialogues += len(block.dialogues)
-            opened[block.number] = block
-            for one in block.asked(header, bar.skip):
-                yield replace(one, index=block.number * _MOST_DIALOGUES + one.index)
-            complete.add(block.number)
-            finish(block.number)
+            yield from block.asked(header, bar.skip)
+            finish(block)
 
-    def answered(answers: Answers) -> list[Asked]:
+    def answered(turns: Sequence[Turn]) -> list[Turn]:
         nonlocal num_tokens
-        following: list[Asked] = []
-        by_block: dict[int, list[tuple[int, list[int]]]] = {}
-        for index, ids in answers:
-            number, index = divmod(index, _MOST_DIALOGUES)
-            by_block.setdefault(number, []).append((index, ids))
-        for number, some in by_block.items():
-            for one in opened[number].answered(some):
-                following.append(replace(one, index=number * _MOST_DIALOGUES + one.index))
-            finish(number)
-        num_tokens += sum(len(ids) for _, ids in answers)
-        bar.update(len(answers))
+        following: list[Turn] = []
+        for block in dict.fromkeys(one.block for one in turns):
+            following += block.answered([one for one in turns if one.block is block])
+            finish(block)
+        num_tokens += sum(len(one.ids) for one in turns)
+        bar.update(len(turns))
         return following
 
-    def refused(index: int, reason: str) -> None:
-        number, index = divmod(index, _MOST_DIALOGUES)
-        refusals.append((opened[number].dialogues[index].name, reason))
-        opened[number].num_open -= 1
-        finish(number)
+    def refused(turn: Turn, reason: str) -> None:
+        refusals.append((turn.block.dialogues[turn.index].name, reason))
+        turn.block.num_open -= 1
+        finish(turn.block)
 
     with Progress(title, total, "answers", shown=progress) as bar:
         bar.note(lambda: f"{num_tokens / (time.monotonic() - started):,.0f} tokens/s")
-        generator.converse(asked(), sampling, answered, refused)
+        _converse(generator, sampling, asked(), answered, refused)
         bar.complete()  # conversations may end early
     if refusals:
         shown = first_reasons(sorted(refusals))
         print(f"{title}: {len(refusals):,} of {num_dialogues:,} were refused:{shown}", file=sys.stderr)
+
+
+def _converse(
+    generator: AnswerGenerator,
+    sampling: Sampling,
+    asked: Iterator[Turn],
+    answered: Callable[[Sequence[Turn]], list[Turn]],
+    refused: Callable[[Turn, str], None],
+) -> None:
+    """Have dialogues answered, each of which continues when it is answered.
+
+    Args:
+        asked: the first prompts, taken when there is room.
+        answered: takes finished turns, and returns the prompts that follow. Those that it gets at a time are
+            kept or lost together.
+        refused: takes a turn whose prompt was refused, and the reason.
+    """
+
+    def grouped(turns: Iterable[Turn]) -> Iterator[list[Turn]]:
+        groups = groupby(turns, lambda one: (one.block.number, one.index // generator.group_size))
+        return (list(group) for _, group in groups)
+
+    first, continued = grouped(asked), deque[list[Turn]]()
+    running: dict[Future[list[list[int]]], list[Turn]] = {}
+    finished: SimpleQueue[Future[list[list[int]]]] = SimpleQueue()
+    while True:
+        # Templates take milliseconds, and an answer does not wait long for its next prompt.
+        until = time.monotonic() + _RENDERING_SECONDS
+        while len(running) < generator.num_groups and (finished.empty() or time.monotonic() < until):
+            group = continued.popleft() if continued else next(first, None)
+            if group is None:
+                break
+            answer = generator.submit(group, sampling)
+            running[answer] = group
+            answer.add_done_callback(finished.put)
+        if not running:
+            return
+        done = [finished.get()]
+        while not finished.empty():
+            done.append(finished.get())
+        turns: list[Turn] = []
+        for answer in done:
+            group = running.pop(answer)
+            try:
+                turns += [replace(one, ids=ids) for one, ids in zip(group, answer.result(), strict=True)]
+            except Refused as error:
+                for one in group:
+                    refused(one, str(error))
+        continued.extend(grouped(answered(turns)))
 
 
 class _Prompt:

@@ -2,22 +2,19 @@
 
 import gc
 import multiprocessing
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
-from itertools import groupby
 from multiprocessing.queues import SimpleQueue
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from data.conversations.workers import end_with_parent
-from data.generation.answers import Answers, Asked
-from data.sampling import Prompts, Sampling
+from data.generation.answers import Turn
+from data.sampling import Prompts, Sampling, mixed_seed
 from data.target.architecture import attends_to_blocks
 from data.target.loading import load_target
 from data.target.spec import TargetSpec
@@ -29,48 +26,22 @@ _model: PreTrainedModel | None = None  # of a process of `ProcessGenerator`
 class TransformersGenerator:
     """An `AnswerGenerator` that runs the model in this process.
 
-    Conversations whose indices follow each other make a group of at most `batch_size`, which is answered turn
-    by turn. A sampled answer depends on the group's other prompts of its turn, and on nothing else.
+    A sampled answer depends on the group's other prompts of its turn, and on nothing else.
     """
 
-    engine = "hf"
+    engine, num_groups = "hf", 1
 
     def __init__(self, model: PreTrainedModel, batch_size: int) -> None:
-        self._batch_size, self._num_running = batch_size, 1
-        self._model = model
+        self._model, self.group_size = model, batch_size
 
-    def converse(
-        self,
-        asked: Iterator[Asked],
-        sampling: Sampling,
-        answered: Callable[[Answers], list[Asked]],
-        refused: Callable[[int, str], None],
-    ) -> None:
-        """See `AnswerGenerator.converse`."""
-        first = (list(group) for _, group in groupby(asked, lambda one: one.index // self._batch_size))
-        continued: deque[list[Asked]] = deque()
-        running: dict[Future[list[list[int]]], list[Asked]] = {}
-        while True:
-            while len(running) < self._num_running:
-                group = continued.popleft() if continued else next(first, None)
-                if group is None:
-                    break
-                prompts = [list(one.prompt) for one in group]
-                running[self._submit(prompts, sampling, group[0].seed)] = group
-            if not running:
-                return
-            for batch in wait(running, return_when=FIRST_COMPLETED).done:
-                indices = [one.index for one in running.pop(batch)]
-                if following := answered(list(zip(indices, batch.result(), strict=True))):
-                    continued.appendleft(following)
-
-    def _submit(self, prompts: Prompts, sampling: Sampling, number: tuple[int, ...]) -> Future:
+    def submit(self, group: Sequence[Turn], sampling: Sampling) -> Future[list[list[int]]]:
+        """See `AnswerGenerator.submit`."""
         finished: Future[list[list[int]]] = Future()
-        finished.set_result(generate_batch(self._model, prompts, sampling, number))
+        finished.set_result(generate_batch(self._model, *_batch(group, sampling)))
         return finished
 
 
-class ProcessGenerator(TransformersGenerator):
+class ProcessGenerator:
     """An `AnswerGenerator` that runs the model in one process for each device.
 
     Its batches and their seeds are those of `TransformersGenerator`, so the answers do not depend on the
@@ -80,8 +51,10 @@ class ProcessGenerator(TransformersGenerator):
         devices: one for each process; may name a device several times.
     """
 
+    engine = "hf"
+
     def __init__(self, spec: TargetSpec, devices: Sequence[torch.device], batch_size: int) -> None:
-        self._batch_size, self._num_running = batch_size, 2 * len(devices)
+        self.group_size, self.num_groups = batch_size, 2 * len(devices)
         context = multiprocessing.get_context("spawn")
         queue = context.SimpleQueue()
         for device in devices:
@@ -90,23 +63,9 @@ class ProcessGenerator(TransformersGenerator):
             len(devices), mp_context=context, initializer=_load, initargs=(spec, queue)
         )
 
-    def converse(self, *arguments: Any) -> None:
-        """See `AnswerGenerator.converse`.
-
-        Raises:
-            UserError: a process has died.
-        """
-        try:
-            super().converse(*arguments)
-        except BrokenProcessPool as error:
-            remedy = (
-                "A process that runs the target has died; its last output may say why. Run the same command "
-                "again, which keeps finished answers, or lower data.regenerate.batch_size."
-            )
-            raise UserError("target.engine", "hf", remedy) from error
-
-    def _submit(self, prompts: Prompts, sampling: Sampling, number: tuple[int, ...]) -> Future:
-        return self._pool.submit(_generate, prompts, sampling, number)
+    def submit(self, group: Sequence[Turn], sampling: Sampling) -> Future[list[list[int]]]:
+        """See `AnswerGenerator.submit`; BrokenProcessPool where a process has died."""
+        return self._pool.submit(_generate, *_batch(group, sampling))
 
     def close(self) -> None:
         """End the processes."""
@@ -129,6 +88,10 @@ def _generate(prompts: Prompts, sampling: Sampling, number: tuple[int, ...]) -> 
     return generate_batch(_model, prompts, sampling, number)
 
 
+def _batch(group: Sequence[Turn], sampling: Sampling) -> tuple[Prompts, Sampling, tuple[int, ...]]:
+    return [list(turn.prompt) for turn in group], sampling, group[0].seed
+
+
 @contextmanager
 def transformers_generator(
     spec: TargetSpec, device: torch.device, batch_size: int
@@ -144,7 +107,14 @@ def transformers_generator(
         return
     devices = [torch.device("cuda", index) for index in range(num_gpus)]
     with closing(ProcessGenerator(spec, devices, batch_size)) as generator:
-        yield generator
+        try:
+            yield generator
+        except BrokenProcessPool as error:
+            remedy = (
+                "A process that runs the target has died; its last output may say why. Run the same command "
+                "again, which keeps finished answers, or lower data.regenerate.batch_size."
+            )
+            raise UserError("target.engine", "hf", remedy) from error
 
 
 def generate_batch(
@@ -221,5 +191,5 @@ def _seeded(seed: Sequence[int], device: torch.device) -> Iterator[None]:
     """Seed the global random generator, from which `generate` draws, and restore it afterwards."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
+        torch.manual_seed(mixed_seed(*seed))
         yield

@@ -18,9 +18,9 @@ from data.conversations.template import TEXT_ARGUMENTS, has_markers
 from data.conversations.tokenize import SAMPLE_SCHEMA, check_refused, print_markers
 from data.generation.answers import (
     MIN_ANSWER_TOKENS,
-    AnsweredTurn,
     AnswerGenerator,
     Block,
+    Turn,
     answer_dialogues,
     record_batch,
 )
@@ -167,7 +167,7 @@ def regenerate(
         with replacing(arrow) as sink, pa.ipc.new_stream(sink, SAMPLE_SCHEMA) as writer:
             samples = (
                 (
-                    f"{dialogues[group[0].index].conversation.id}/{group[0].turn}",
+                    f"{dialogues[group[0].index].conversation.id}/{group[0].number}",
                     [(one.prompt, one.ids[: max_tokens - len(one.prompt)]) for one in group],
                 )
                 for group in groups
@@ -245,10 +245,10 @@ def first_drivers_answers(num_answers: int, block_turns: int, num_drivers: int) 
     return max(min(num_answers, num_blocks * block_turns), 0)
 
 
-def _joined(turns: Iterable[AnsweredTurn]) -> Iterator[list[AnsweredTurn]]:
+def _joined(turns: Iterable[Turn]) -> Iterator[list[Turn]]:
     """Group the turns whose prompts continue the prompt and the completion of the one before."""
-    group: list[AnsweredTurn] = []
-    for one in sorted(turns, key=lambda one: (one.index, one.turn)):
+    group: list[Turn] = []
+    for one in sorted(turns, key=lambda one: (one.index, one.number)):
         if group:
             read = [*group[-1].prompt, *group[-1].ids]
             if one.index != group[-1].index or list(one.prompt[: len(read)]) != read:

@@ -1,22 +1,16 @@
 """Generating answers with vLLM, on any number of servers."""
 
-import secrets
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from queue import SimpleQueue
+from typing import Any
 
-import numpy as np
-
-from data.capture.dispatch import PATIENCE_SECONDS, Dispatcher, EngineThread, Prompt
-from data.capture.vllm.client import ExpectedTarget, VllmClient, check_target
+from data.capture.dispatch import PATIENCE_SECONDS, Completions, Dispatcher, Prompt
+from data.capture.vllm.client import VllmClient
 from data.capture.vllm.server_info import ServerInfo
-from data.generation.answers import Answers, Asked
-from data.sampling import Sampling
+from data.generation.answers import Turn
+from data.sampling import Sampling, mixed_seed
 from eagle31.errors import UserError
-
-_RENDERING_SECONDS = 0.05
 
 
 class VllmGenerator:
@@ -26,95 +20,33 @@ class VllmGenerator:
 
     Args:
         clients: owned by this object, which closes them.
+        check: raises UserError for a server that is not set up as required.
         patience_seconds: how long all servers may be unavailable at the same time.
     """
 
-    engine = "vllm"
+    engine, group_size = "vllm", 1
 
     def __init__(
         self,
         clients: Sequence[VllmClient],
-        expected: ExpectedTarget,
+        check: Callable[[Any, Any], None],
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
-        self._clients = clients
-        self._expected = expected
-        self._patience_seconds = patience_seconds
-        self._thread = EngineThread(clients)
-
-    def converse(
-        self,
-        asked: Iterator[Asked],
-        sampling: Sampling,
-        answered: Callable[[Answers], list[Asked]],
-        refused: Callable[[int, str], None],
-    ) -> None:
-        """See `AnswerGenerator.converse`.
-
-        Raises:
-            UserError: a server runs another target, or none was available for too long.
-        """
-        # An answer, the reason of a refusal, or None once no prompt will be sent any more.
-        finished: SimpleQueue[tuple[int, list[int] | str] | None] = SimpleQueue()
         # As many wait as are under way, so that a server never does.
-        most = 2 * sum(client.concurrency for client in self._clients)
-        longest = sampling.max_new_tokens
+        self.num_groups = 2 * sum(client.concurrency for client in clients)
+        self._dispatcher = Dispatcher(clients, check, patience_seconds)
 
-        def check(client: VllmClient, info: ServerInfo) -> None:
-            check_target(client, info, self._expected, longest)
-            check_unchanged(client, info, samples=sampling.temperature > 0)
-
-        dispatcher = Dispatcher(
-            self._clients,
-            check=check,
-            answered=lambda prompt, ids: finished.put((prompt.index, ids)),
-            refused=lambda prompt, reason: finished.put((prompt.index, reason)),
-            patience_seconds=self._patience_seconds,
-        )
-        running: Future[None] | None = None
-        num_asked = 0
-
-        def send(one: Asked) -> None:
-            nonlocal running, num_asked, longest
-            num_asked += 1
-            longest = max(longest, len(one.prompt) + sampling.max_new_tokens)
-            seeded = replace(sampling, seed=_seed(sampling.seed, *one.seed))
-            # A conversation that continues keeps its place: those that were begun end before others begin.
-            prompt = Prompt(one.index, secrets.token_hex(8), list(one.prompt), seeded)
-            self._thread.call(dispatcher.add, prompt)
-            if running is None:
-                running = self._thread.start(dispatcher.run())
-                running.add_done_callback(lambda _: finished.put(None))
-
-        try:
-            while True:
-                # Templates take milliseconds, and an answer does not wait long for its next prompt.
-                until = time.monotonic() + _RENDERING_SECONDS
-                while num_asked < most and (finished.empty() or time.monotonic() < until):
-                    if (one := next(asked, None)) is None:
-                        break
-                    send(one)
-                if running is None or not num_asked:
-                    return
-                news = [finished.get()]
-                while not finished.empty():
-                    news.append(finished.get())
-                if None in news:
-                    running.result()
-                found = [one for one in news if one is not None]
-                num_asked -= len(found)
-                for index, reason in found:
-                    if isinstance(reason, str):
-                        refused(index, reason)
-                answers = [(index, ids) for index, ids in found if not isinstance(ids, str)]
-                for following in answered(answers) if answers else []:
-                    send(following)
-        finally:
-            self._thread.cancel_all()
+    def submit(self, group: Sequence[Turn], sampling: Sampling) -> Future[Completions]:
+        """See `AnswerGenerator.submit`; UserError where a server is another one, or none was available."""
+        [turn] = group
+        seeded = replace(sampling, seed=mixed_seed(sampling.seed, *turn.seed))
+        # A conversation that continues keeps its place: those that were begun end before others begin.
+        order = turn.block.number, turn.index
+        return self._dispatcher.submit(Prompt(order, str(order), list(turn.prompt), seeded))
 
     def close(self) -> None:
         """Close the clients."""
-        self._thread.close()
+        self._dispatcher.close()
 
 
 def check_unchanged(client: VllmClient, info: ServerInfo, *, samples: bool) -> None:
@@ -137,8 +69,3 @@ def check_unchanged(client: VllmClient, info: ServerInfo, *, samples: bool) -> N
             "data.regenerate.temperature=0, or name no servers."
         )
         raise UserError("vllm.servers", client.name, remedy)
-
-
-def _seed(seed: int, *index: int) -> int:
-    """Return the seed of one answer."""
-    return int(np.random.SeedSequence((seed, *index)).generate_state(1)[0])

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from data.capture.dispatch import EngineInfo
-from data.capture.producer import EngineProducer
+from data.capture.dispatch import Dispatcher, EngineInfo
 from data.capture.torchspec.engines import (
     AUTHENTICATION_VARIABLE,
     EngineGroup,
@@ -23,13 +22,13 @@ from data.capture.torchspec.engines import (
 )
 from data.capture.torchspec.mooncake import MooncakeSettings
 from data.capture.torchspec.transport import DTYPE, TorchSpecTransport, norm_scale, state_bytes
+from data.capture.transport.protocol import OpenTransport
 from data.samples import StateShape
 from eagle31.errors import UserError
 from train.config.capture import TorchSpecEngine
 from train.config.run import RunConfig
 from train.distributed import World, read_when_set, shared_values, wait_for_ranks
 from train.engines.servers import CapturedTarget, load_seconds
-from train.engines.transport import OpenTransport
 from train.plan.target import longest_prompt
 
 # Room of the store relative to the states that may wait in it: the next state must always fit.
@@ -115,7 +114,7 @@ class TorchSpecEngines:
         self._store = store
 
     @contextmanager
-    def producer(self) -> Iterator[tuple[EngineProducer, OpenTransport]]:
+    def connected(self) -> Iterator[tuple[Dispatcher, OpenTransport]]:
         """Connect this rank to the engines and to the store."""
         from data.capture.torchspec.client import TorchSpecClient
 
@@ -145,16 +144,16 @@ class TorchSpecEngines:
         with (
             closing(transport),
             # The engines were made for this run: there is nothing to check.
-            closing(
-                EngineProducer(clients, lambda _: None, lambda *_: None, self.patience_seconds)
-            ) as producer,
+            closing(Dispatcher(clients, lambda *_: None, self.patience_seconds)) as dispatcher,
         ):
+            shape = StateShape(num_layers, hidden_size, DTYPE)
             yield (
-                producer,
+                dispatcher,
                 OpenTransport(
                     transport,
-                    StateShape(num_layers, hidden_size, DTYPE),
+                    shape,
                     lambda loss_mask: state_bytes(len(loss_mask), num_layers, hidden_size),
+                    lambda _: None,
                 ),
             )
 

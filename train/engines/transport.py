@@ -1,39 +1,29 @@
 """The path of states from the target's engines to a rank."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from data.capture.transport.protocol import Transport
+from data.capture.transport.protocol import OpenTransport
 from data.capture.transport.spool import Spool, file_bytes, open_spool
+from data.capture.vllm.capture_request import capture_tasks
 from data.samples import StateShape
 from train.config.run import RunConfig, states_directory
 from train.engines.servers import CapturedTarget
 
 
-@dataclass(frozen=True)
-class OpenTransport:
-    """A rank's transport, and the form in which it delivers the target's states.
-
-    sample_bytes: returns the most bytes that a sample takes on the way, from loss_mask bool [T].
-    """
-
-    transport: Transport
-    shape: StateShape
-    sample_bytes: Callable[[Tensor], int]
-
-    @staticmethod
-    def of_spool(spool: Spool, target: CapturedTarget) -> "OpenTransport":
-        num_layers, size, dtype = target.num_aux_layers, target.parts.hidden_size, target.parts.dtype
-        shape = StateShape(num_layers, size, dtype if spool.codec == "exact" else torch.bfloat16)
-        return OpenTransport(
-            spool, shape, lambda loss_mask: file_bytes(spool.codec, loss_mask, num_layers, size, dtype)
-        )
+def spool_transport(spool: Spool, target: CapturedTarget) -> OpenTransport:
+    """Return a spool as the transport of the target's states from vLLM's servers."""
+    num_layers, size, dtype = target.num_aux_layers, target.parts.hidden_size, target.parts.dtype
+    return OpenTransport(
+        spool,
+        StateShape(num_layers, size, dtype if spool.codec == "exact" else torch.bfloat16),
+        lambda loss_mask: file_bytes(spool.codec, loss_mask, num_layers, size, dtype),
+        capture_tasks(spool),
+    )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from data.capture.vllm.client import VllmClient, check_states, check_target
 from data.capture.vllm.server_info import ServerInfo
 from data.generation.vllm import check_unchanged
 from train.config.capture import CaptureSource
+from train.config.data import SELF
 from train.config.run import RunConfig, Stage, uses_servers, uses_torchspec
 from train.context import RunContext
 from train.distributed import World
@@ -88,7 +89,7 @@ def _check(context: RunContext, stage: Stage) -> None:
     """Check the servers for a stage; the first process of each node has its states probed."""
     config, world, servers, target = context.config, context.world, context.servers, context.captured_target
     expected, longest = target.expected_states(), longest_prompt(config)
-    samples = stage is Stage.data and config.data.regenerate.temperature != 0
+    samples = stage is Stage.data and (config.data.regenerate.temperature != 0 or config.data.train == SELF)
 
     def check(server: VllmClient, info: ServerInfo) -> None:
         if must_capture(config, stage):

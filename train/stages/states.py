@@ -9,11 +9,11 @@ import torch
 from datasets import Dataset
 
 from data.capture.arriving import ArrivingStates
+from data.capture.dispatch import Dispatcher
 from data.capture.hf import HiddenStateCapture, check_head
 from data.capture.hf_source import TransformersStates
-from data.capture.producer import EngineProducer
 from data.capture.tokens import dataset_lengths
-from data.capture.vllm.capture_request import capture_tasks
+from data.capture.transport.protocol import OpenTransport
 from data.capture.vllm.client import VllmClient, check_states
 from data.capture.vllm.server_info import ServerInfo
 from data.refusals import refusal_lines
@@ -26,7 +26,7 @@ from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import World
-from train.engines.transport import OpenTransport, open_run_spool, rank_name
+from train.engines.transport import open_run_spool, rank_name, spool_transport
 from train.target import Target
 
 _READ_THREADS = 4  # of a rank, which read and decode the samples of a store
@@ -90,16 +90,14 @@ def arriving_states(
     """
     config, world = context.config, context.world
     if config.capture.source is CaptureSource.torchspec:
-        connected = context.torchspec.producer()
+        connected = context.torchspec.connected()
     else:
-        connected = _vllm_producer(context, dataset, codec)
-    with connected as (producer, opened):
+        connected = _vllm_connected(context, dataset, codec)
+    with connected as (dispatcher, opened):
         yield ArrivingStates(
             dataset,
-            producer,
-            opened.transport,
-            shape=opened.shape,
-            sample_bytes=opened.sample_bytes,
+            dispatcher,
+            opened,
             spool_gb=config.capture.spool_gb,
             num_sharing=world.ranks_per_node,
             name=rank_name(context.output_dir, world.rank),
@@ -109,9 +107,9 @@ def arriving_states(
 
 
 @contextmanager
-def _vllm_producer(
+def _vllm_connected(
     context: RunContext, dataset: Dataset, codec: str
-) -> Iterator[tuple[EngineProducer, OpenTransport]]:
+) -> Iterator[tuple[Dispatcher, OpenTransport]]:
     config, world = context.config, context.world
     expected, longest = context.captured_target.expected_states(), max(dataset_lengths(dataset))
 
@@ -122,8 +120,6 @@ def _vllm_producer(
     clients = context.servers.clients(everywhere=False)
     with (
         open_run_spool(config, world.rank, codec) as spool,
-        closing(
-            EngineProducer(clients, capture_tasks(spool), check, context.servers.patience_seconds)
-        ) as producer,
+        closing(Dispatcher(clients, check, context.servers.patience_seconds)) as dispatcher,
     ):
-        yield producer, OpenTransport.of_spool(spool, context.captured_target)
+        yield dispatcher, spool_transport(spool, context.captured_target)

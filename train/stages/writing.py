@@ -9,6 +9,8 @@ from typing import Any
 import pyarrow as pa
 from datasets import Dataset
 
+from data.capture.vllm.client import VllmClient, check_target
+from data.capture.vllm.server_info import ServerInfo
 from data.conversations.mixing import print_left_out
 from data.conversations.schemas import Conversations
 from data.conversations.tokenize import save_dataset
@@ -25,6 +27,7 @@ from train.config.target import TargetEngine
 from train.context import RunContext
 from train.distributed import wait_for
 from train.engines.inputs import completion_inputs
+from train.plan.target import longest_prompt
 from train.target import Target
 
 
@@ -157,6 +160,10 @@ def open_generator(context: RunContext, everywhere: bool = True) -> AbstractCont
     if context.config.target.engine is TargetEngine.hf:
         batch_size = context.config.data.regenerate.batch_size
         return transformers_generator(context.target.spec, context.world.device, batch_size)
-    servers, expected = context.servers, context.captured_target.expected_states()
-    clients = servers.clients(everywhere, senders=1)
-    return closing(VllmGenerator(clients, expected, servers.patience_seconds))
+    expected, longest = context.captured_target.expected_states(), longest_prompt(context.config)
+
+    def check(client: VllmClient, info: ServerInfo) -> None:
+        check_target(client, info, expected, longest)
+
+    clients = context.servers.clients(everywhere, senders=1)
+    return closing(VllmGenerator(clients, check, context.servers.patience_seconds))

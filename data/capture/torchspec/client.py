@@ -8,7 +8,7 @@ from typing import Any
 import ray
 import torch
 
-from data.capture.dispatch import MAX_LOST, EngineInfo, Prompt, Unavailable
+from data.capture.dispatch import MAX_LOST, Completions, EngineInfo, Prompt, Unavailable
 from data.capture.torchspec.transport import TorchSpecTransport
 from eagle31.errors import UserError
 
@@ -42,7 +42,7 @@ class TorchSpecClient:
         self._find, self._info, self._transport = find, info, transport
         self._batch_size = batch_size
         self._engine: Any = None
-        self._waiting: deque[tuple[Prompt, asyncio.Future[list[int]]]] = deque()
+        self._waiting: deque[tuple[Prompt, asyncio.Future[Completions]]] = deque()
         self._slots = asyncio.Semaphore(_BATCHES_AHEAD)
 
     async def info(self) -> EngineInfo:
@@ -55,9 +55,9 @@ class TorchSpecClient:
             raise Unavailable("It has not loaded the target.")
         return self._info
 
-    async def compute(self, prompt: Prompt) -> list[int]:
+    async def compute(self, prompt: Prompt) -> Completions:
         """Have the prompt's states put into the store; it joins the batch of those that wait with it."""
-        done: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[Completions] = asyncio.get_running_loop().create_future()
         self._waiting.append((prompt, done))
         await asyncio.sleep(0)  # the prompts of this moment make one batch
         async with self._slots:
@@ -69,7 +69,7 @@ class TorchSpecClient:
     async def close(self) -> None:
         """The engine belongs to the run."""
 
-    async def _send(self, batch: list[tuple[Prompt, asyncio.Future[list[int]]]]) -> None:
+    async def _send(self, batch: list[tuple[Prompt, asyncio.Future[Completions]]]) -> None:
         """Compute a batch, and give each prompt's future its result.
 
         No sample is left out because of the store: it is sent again, and the run ends where that is in vain.

@@ -1,11 +1,12 @@
 """The interface of transports of hidden states, on the trainer's side."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from data.samples import CapturedSample
+from data.samples import CapturedSample, StateShape
 
 
 @dataclass(frozen=True)
@@ -31,3 +32,17 @@ class Transport(Protocol):
     def discard(self, key: str) -> None:
         """Remove the key's sample, if there is one."""
         ...
+
+
+@dataclass(frozen=True)
+class OpenTransport:
+    """A transport, and the form in which it delivers the target's states.
+
+    sample_bytes: returns the most bytes that a sample takes on the way, from loss_mask bool [T].
+    task: returns what an engine needs for a request besides its key and tokens.
+    """
+
+    transport: Transport
+    shape: StateShape
+    sample_bytes: Callable[[Tensor], int]
+    task: Callable[[StateRequest], Any]

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import torch
 
-from data.capture.dispatch import Prompt, Refused, Unavailable
+from data.capture.dispatch import Completions, Prompt, Refused, Unavailable
 from data.capture.vllm.capture_request import PARAMS
 from data.capture.vllm.environment import KEY_VARIABLE
 from data.capture.vllm.server_info import INFO_PATH, ServerInfo
@@ -85,10 +85,10 @@ class VllmClient:
             self._most_tokens = _CACHES * info.cache_tokens / self._num_sharing
         return info
 
-    async def compute(self, prompt: Prompt) -> list[int]:
+    async def compute(self, prompt: Prompt) -> Completions:
         """Return the completion, if one is requested; otherwise the task is the `kv_transfer_params`."""
         if isinstance(prompt.task, Sampling):
-            return await self.generate(prompt.input_ids, prompt.task)
+            return [await self.generate(prompt.input_ids, prompt.task)]
         await self.capture(prompt.input_ids, prompt.task)
         return []
 

@@ -1,9 +1,9 @@
 """States that arrive online, compared with a store of the same states."""
 
-import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from datasets import Dataset
 from data.batches.loader import RowLoader
 from data.capture import arriving
 from data.capture.arriving import ArrivingStates
-from data.capture.transport.protocol import StateRequest
+from data.capture.dispatch import Completions, Prompt, Refused
+from data.capture.transport.protocol import OpenTransport, StateRequest
 from data.capture.transport.spool import Spool, file_bytes, open_spool
 from data.samples import CapturedSample, StateShape
 from data.store import HiddenStateStore
@@ -55,42 +56,27 @@ def write_store(directory: Path, dataset: Dataset) -> HiddenStateStore:
     return HiddenStateStore(directory)
 
 
-class PromptProducer:
-    """A producer in this process that puts requested states at once, or those that `put` selects."""
+class PromptEngine:
+    """A dispatcher in this process that puts requested states at once, or those that `put` selects."""
 
     def __init__(self, spool: Spool, put: Callable[[StateRequest], bool] = lambda _: True) -> None:
-        self.num_restarts = 0
+        self.num_failures = 0
         self.spool = spool
         self.put = put
-        self.refused: dict[str, str] = {}
+        self.refuses: Callable[[StateRequest], bool] = lambda _: False
         self.requests: list[StateRequest] = []
         self.most_bytes = 0
 
-    def request(self, request: StateRequest) -> bool:
-        self.requests.append(request)
-        if self.put(request):
-            put(self.spool, request, *random_states(request.input_ids))
+    def submit(self, prompt: Prompt) -> Future[Completions]:
+        self.requests.append(prompt.task)
+        if self.refuses(prompt.task):
+            prompt.answer.set_exception(Refused("too long"))
+            return prompt.answer
+        if self.put(prompt.task):
+            put(self.spool, prompt.task, *random_states(prompt.task.input_ids))
         self.most_bytes = max(self.most_bytes, used_bytes(self.spool))
-        return True
-
-    def refuse(self, which: Callable[[StateRequest], bool], reason: str) -> None:
-        def put(request: StateRequest) -> bool:
-            if which(request):
-                self.refused[request.key] = reason
-            return not which(request)
-
-        self.put = put
-
-    def answered(self, key: str) -> bool:
-        return True
-
-    def received(self, key: str) -> None: ...
-
-    def refusals(self) -> dict[str, str]:
-        refused, self.refused = self.refused, {}
-        return refused
-
-    def close(self) -> None: ...
+        prompt.answer.set_result([])
+        return prompt.answer
 
 
 def used_bytes(spool: Spool) -> int:
@@ -108,16 +94,9 @@ def sample_bytes(loss_mask: torch.Tensor) -> int:
     return file_bytes(CODEC, loss_mask, *vars(SHAPE).values())
 
 
-def states_from(dataset: Dataset, producer: Any, spool: Spool, spool_bytes: int = 10**8) -> ArrivingStates:
-    return ArrivingStates(
-        dataset,
-        producer,
-        spool,
-        shape=SHAPE,
-        sample_bytes=sample_bytes,
-        spool_gb=spool_bytes / 1e9,
-        name="test",
-    )
+def states_from(dataset: Dataset, engine: Any, spool: Spool, spool_bytes: int = 10**8) -> ArrivingStates:
+    opened = OpenTransport(spool, SHAPE, sample_bytes, lambda request: request)
+    return ArrivingStates(dataset, engine, opened, spool_gb=spool_bytes / 1e9, name="test")
 
 
 DATASET = random_dataset()
@@ -166,22 +145,22 @@ def needed(order: Sequence[int]) -> int:
 
 
 def test_exactly_what_fits_is_requested(spool: Spool) -> None:
-    producer = PromptProducer(spool)
+    engine = PromptEngine(spool)
     bound = needed(ORDER[:4])
-    source = states_from(DATASET, producer, spool, bound)
+    source = states_from(DATASET, engine, spool, bound)
     source.expect(ORDER)
-    assert len(producer.requests) == 4
+    assert len(engine.requests) == 4
     for place in range(0, len(ORDER), STEP):
         source.get_many(ORDER[place : place + STEP])
-        assert needed(ORDER[place + STEP : len(producer.requests)]) <= bound
-    assert len(producer.requests) == len(ORDER)
-    assert bound / 2 < producer.most_bytes <= bound
+        assert needed(ORDER[place + STEP : len(engine.requests)]) <= bound
+    assert len(engine.requests) == len(ORDER)
+    assert bound / 2 < engine.most_bytes <= bound
 
 
 def test_a_bound_below_a_step_is_refused_with_what_it_takes(spool: Spool) -> None:
     order = sorted(ORDER, key=lambda index: -needed([index]))
     bound = needed(order[:STEP]) - 1
-    source = states_from(DATASET, PromptProducer(spool), spool, bound)
+    source = states_from(DATASET, PromptEngine(spool), spool, bound)
     source.expect(order)
     with pytest.raises(UserError, match=rf"capture\.spool_gb=.* take {(bound + 1) / 1e9:.3g} GB"):
         source.get_many(order[:STEP])
@@ -190,7 +169,7 @@ def test_a_bound_below_a_step_is_refused_with_what_it_takes(spool: Spool) -> Non
 def test_a_bound_below_the_longest_sample_is_refused_before_anything_is_requested(spool: Spool) -> None:
     bound = max(needed([index]) for index in range(NUM_SAMPLES)) - 1
     with pytest.raises(UserError, match=rf"capture\.spool_gb=.* takes {(bound + 1) / 1e9:.3g} GB"):
-        states_from(DATASET, PromptProducer(spool), spool, bound)
+        states_from(DATASET, PromptEngine(spool), spool, bound)
 
 
 def test_what_is_lost_is_requested_again(spool: Spool, impatient: None) -> None:
@@ -201,7 +180,7 @@ def test_what_is_lost_is_requested_again(spool: Spool, impatient: None) -> None:
         seen.add(request.key)
         return known
 
-    source = states_from(DATASET, PromptProducer(spool, second_time), spool)
+    source = states_from(DATASET, PromptEngine(spool, second_time), spool)
     assert_right(read(source, ORDER), ORDER)
     stats = source.collect_stats()
     assert stats.starved_seconds > 0
@@ -211,24 +190,24 @@ def test_what_is_lost_is_requested_again(spool: Spool, impatient: None) -> None:
 def test_what_takes_an_engine_long_is_requested_once(
     spool: Spool, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    producer, num_polls = PromptProducer(spool, lambda _: False), itertools.count()
+    engine, timers = PromptEngine(spool), []
 
-    def answered(_: str) -> bool:
-        if next(num_polls) < 10:  # five times as long as a sample may take to arrive
-            return False
-        [request] = producer.requests
-        put(spool, request, *random_states(request.input_ids))
-        return True
+    def submit(prompt: Prompt) -> Future[Completions]:
+        # Five times as long as a sample may take to arrive.
+        timers.append(threading.Timer(0.1, PromptEngine.submit, (engine, prompt)))
+        timers[-1].start()
+        return prompt.answer
 
-    monkeypatch.setattr(producer, "answered", answered)
-    assert_right(read(states_from(DATASET, producer, spool), [5]), [5])
-    assert len(producer.requests) == 1
+    monkeypatch.setattr(engine, "submit", submit)
+    assert_right(read(states_from(DATASET, engine, spool), [5]), [5])
+    timers[0].join()
+    assert len(timers) == 1
 
 
 def test_what_never_arrives_ends_the_run_and_not_the_store(spool: Spool, impatient: None) -> None:
-    producer = PromptProducer(spool, lambda _: False)
+    engine = PromptEngine(spool, lambda _: False)
     with pytest.raises(UserError, match=r"sample 5: It was captured 4 times and did not arrive"):
-        read(states_from(DATASET, producer, spool), ORDER)
+        read(states_from(DATASET, engine, spool), ORDER)
 
 
 def test_all_samples_come_the_longest_first_with_the_reasons_of_those_refused(
@@ -236,55 +215,55 @@ def test_all_samples_come_the_longest_first_with_the_reasons_of_those_refused(
 ) -> None:
     monkeypatch.setattr(arriving, "_CHUNK_SAMPLES", 4)
 
-    producer = PromptProducer(spool)
-    producer.refuse(lambda request: request.input_ids.tolist() == DATASET[3]["input_ids"], "too long")
-    found = dict(states_from(DATASET, producer, spool, needed(range(6))).captured(range(11)))
+    engine = PromptEngine(spool)
+    engine.refuses = lambda request: request.input_ids.tolist() == DATASET[3]["input_ids"]
+    found = dict(states_from(DATASET, engine, spool, needed(range(6))).captured(range(11)))
     assert found.pop(3) == "too long"
     lengths = [len(DATASET[index]["input_ids"]) for index in found]
     assert lengths == sorted(lengths, reverse=True)
     assert_right(list(found.values()), list(found))
 
 
-def test_what_a_restarted_producer_puts_twice_is_removed(spool: Spool) -> None:
-    producer = PromptProducer(spool)
-    source = states_from(DATASET, producer, spool, needed(ORDER[:6]))
+def test_what_a_restarted_engine_puts_twice_is_removed(spool: Spool) -> None:
+    engine = PromptEngine(spool)
+    source = states_from(DATASET, engine, spool, needed(ORDER[:6]))
     source.expect(ORDER)
     source.get_many(ORDER[:2])
-    producer.num_restarts += 1
+    engine.num_failures += 1
     # It died before it reported that these were done.
-    for request in producer.requests[:6]:
+    for request in engine.requests[:6]:
         put(spool, request, *random_states(request.input_ids))
     assert_right(source.get_many(ORDER[2:4]), ORDER[2:4])
-    for request in producer.requests[2:4]:
+    for request in engine.requests[2:4]:
         put(spool, request, *random_states(request.input_ids))
     assert_right(source.get_many(ORDER[4:6]), ORDER[4:6])
     waiting = {path.stem for path in spool.directory.iterdir()}
-    assert waiting == {request.key for request in producer.requests[6:]}
+    assert waiting == {request.key for request in engine.requests[6:]}
     assert source.collect_stats().num_restarts == 1
 
 
 def test_a_refused_sample_is_left_out_with_one_warning(
     spool: Spool, impatient: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    producer = PromptProducer(spool)
-    producer.refuse(lambda request: request.input_ids.tolist() == DATASET[3]["input_ids"], "too long")
+    engine = PromptEngine(spool)
+    engine.refuses = lambda request: request.input_ids.tolist() == DATASET[3]["input_ids"]
     order = [5, 3, 7, 3]
     with caplog.at_level(logging.WARNING):
-        samples = read(states_from(DATASET, producer, spool), order)
+        samples = read(states_from(DATASET, engine, spool), order)
     assert [len(sample.input_ids) > 0 for sample in samples] == [True, False, True, False]
     assert samples[1].aux_hidden_states.shape == (0, SHAPE.num_aux_layers, SHAPE.hidden_size)
     assert [record.message for record in caplog.records] == ["sample 3 is left out: too long"]
 
 
 def test_too_many_refusals_end_the_run_with_the_reason(spool: Spool, impatient: None) -> None:
-    producer = PromptProducer(spool)
-    producer.refuse(lambda _: True, "no such token")
-    with pytest.raises(UserError, match=r"9 of 30 samples refused.* no such token"):
-        read(states_from(DATASET, producer, spool), list(range(10)))
+    engine = PromptEngine(spool)
+    engine.refuses = lambda _: True
+    with pytest.raises(UserError, match=r"9 of 30 samples refused.* too long"):
+        read(states_from(DATASET, engine, spool), list(range(10)))
 
 
 def test_stop_ends_a_wait(spool: Spool) -> None:
-    source = states_from(DATASET, PromptProducer(spool, lambda _: False), spool)
+    source = states_from(DATASET, PromptEngine(spool, lambda _: False), spool)
     timer = threading.Timer(0.1, source.stop)
     timer.start()
     [sample] = read(source, [0])
@@ -296,7 +275,7 @@ def test_stop_ends_a_wait(spool: Spool) -> None:
 def test_training_reads_the_same_online_as_from_a_store(tmp_path: Path, spool: Spool) -> None:
     store = write_store(tmp_path, DATASET)
     for rank in range(2):
-        arriving_states = states_from(DATASET, PromptProducer(spool), spool, 500_000)
+        arriving_states = states_from(DATASET, PromptEngine(spool), spool, 500_000)
         loaders = [
             RowLoader(
                 source,

@@ -3,13 +3,23 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import as_completed
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from data.capture.dispatch import MAX_LOST, Dispatcher, EngineClient, Prompt, Refused, Unavailable
+from data.capture.dispatch import (
+    MAX_LOST,
+    Completions,
+    Dispatcher,
+    EngineClient,
+    Prompt,
+    Refused,
+    Unavailable,
+)
 from data.capture.vllm.server_info import ServerInfo
 from eagle31.errors import UserError
 from tests.data.capture.vllm.servers import INFO
@@ -32,7 +42,7 @@ class Computer:
         self.is_down = False
         return SERVED
 
-    async def compute(self, prompt: Prompt) -> list[int]:
+    async def compute(self, prompt: Prompt) -> Completions:
         if self.is_down:
             raise Unavailable("connection refused")
         self.under_way += 1
@@ -57,33 +67,20 @@ class Computer:
 def dispatch(
     *servers: EngineClient,
     prompts: list[list[int]] | None = None,
-    check: Callable[[object, ServerInfo], None] = lambda server, info: None,
 ) -> tuple[list[int], dict[int, str]]:
     """Return the answered prompts, in order, and the refused ones."""
     prompts = [[i] for i in range(NUM_PROMPTS)] if prompts is None else prompts
     answered: list[int] = []
     refused: dict[int, str] = {}
-
-    async def run() -> None:
-        dispatcher = Dispatcher(
-            servers,
-            check=check,
-            answered=lambda prompt, _: answered.append(prompt.index),
-            refused=lambda prompt, reason: refused.update({prompt.index: reason}),
-            patience_seconds=0.5,
-        )
-        for place, input_ids in enumerate(prompts):
-            dispatcher.add(Prompt(place, str(place), input_ids, {}))
-        running = asyncio.create_task(dispatcher.run())
-        while not running.done() and len(answered) + len(refused) < len(prompts):
-            await asyncio.sleep(0.01)
-        if running.done():
-            running.result()
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-    asyncio.run(run())
-    assert sorted([*answered, *refused]) == list(range(len(prompts)))
+    with closing(Dispatcher(servers, lambda *_: None, patience_seconds=0.5)) as dispatcher:
+        asked = [Prompt((place,), str(place), input_ids, {}) for place, input_ids in enumerate(prompts)]
+        answers = {dispatcher.submit(prompt): place for place, prompt in enumerate(asked)}
+        for answer in as_completed(answers):
+            try:
+                assert answer.result() == []
+                answered.append(answers[answer])
+            except Refused as error:
+                refused[answers[answer]] = str(error)
     return answered, refused
 
 
@@ -152,8 +149,10 @@ def test_a_server_that_is_set_up_otherwise_ends_the_run() -> None:
     def check(server: object, info: ServerInfo) -> None:
         raise UserError("vllm.servers", "one", "another target")
 
-    with pytest.raises(UserError, match="another target"):
-        dispatch(Computer("one", 2, computes), check=check)
+    with closing(Dispatcher([Computer("one", 2, computes)], check, patience_seconds=0.5)) as dispatcher:
+        for key in ("before", "after"):
+            with pytest.raises(UserError, match="another target"):
+                dispatcher.submit(Prompt((0,), key, [0], {})).result()
 
 
 def test_servers_that_stay_down_end_the_run() -> None:

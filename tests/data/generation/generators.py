@@ -1,14 +1,15 @@
 """Engines of the tests that answer in a few milliseconds."""
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from data.generation.answers import Answers, Asked
+from data.capture.dispatch import Refused
+from data.generation.answers import Turn
 from data.sampling import Sampling
 
 
@@ -45,13 +46,15 @@ def greedy(model: PreTrainedModel, prompt: Sequence[int], stops: Sequence[int], 
 
 
 class OneAtATime:
-    """A generator that answers one random conversation after the other.
+    """A generator that answers one prompt at a time, at once.
 
     Args:
         answer: maps a prompt to its answer.
         fails_after: it is interrupted after so many answers.
         refuses: indices of conversations that get no answer.
     """
+
+    group_size = num_groups = 1
 
     def __init__(
         self,
@@ -64,24 +67,15 @@ class OneAtATime:
         self.order: list[int] = []
         self.seeds: list[tuple[int, ...]] = []
 
-    def converse(
-        self,
-        asked: Iterator[Asked],
-        sampling: Sampling,
-        answered: Callable[[Answers], list[Asked]],
-        refused: Callable[[int, str], None],
-    ) -> None:
-        waiting: dict[int, Asked] = {}
-        for one in asked:
-            if one.index in self.refuses:
-                refused(one.index, "too long")
-            else:
-                waiting[one.index] = one
-        generator = random.Random(len(waiting))
-        while waiting:
-            one = waiting.pop(generator.choice(sorted(waiting)))
+    def submit(self, group: Sequence[Turn], sampling: Sampling) -> Future[list[list[int]]]:
+        [one] = group
+        finished: Future[list[list[int]]] = Future()
+        if one.index in self.refuses:
+            finished.set_exception(Refused("too long"))
+        elif len(self.order) == self.fails_after:
+            raise InterruptedError
+        else:
             self.seeds.append(one.seed)
             self.order.append(one.index)
-            waiting |= {each.index: each for each in answered([(one.index, self.answer(one.prompt))])}
-            if len(self.order) == self.fails_after:
-                raise InterruptedError
+            finished.set_result([self.answer(one.prompt)])
+        return finished

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from data.capture.vllm.client import ExpectedTarget, VllmClient
+from data.capture.vllm.client import VllmClient
 from data.generation.answers import answer_prompts
 from data.generation.vllm import VllmGenerator
 from data.sampling import Sampling
@@ -39,7 +38,6 @@ def bodies(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_a_request_leaves_nothing_to_the_models_settings(tmp_path: Path, bodies: list[dict]) -> None:
-    expected = ExpectedTarget(INFO.model, "f", torch.bfloat16)
     asked: dict[str, dict[int, dict[str, Any]]] = {}
     for name, sampling, prompts in (
         ("first", SAMPLED, [[1], [3], [5]]),
@@ -48,7 +46,7 @@ def test_a_request_leaves_nothing_to_the_models_settings(tmp_path: Path, bodies:
         ("greedy", GREEDY, [[1]]),
         ("recommended", RECOMMENDED, [[1]]),
     ):
-        generator = VllmGenerator([VllmClient("http://nowhere", 4)], expected)
+        generator = VllmGenerator([VllmClient("http://nowhere", 4)], lambda *_: None)
         answer_prompts(generator, prompts, sampling, output=tmp_path / f"{name}.jsonl", model_fingerprint="f")
         generator.close()
         asked[name] = {body["prompt"][0]: body for body in bodies}
@@ -82,9 +80,7 @@ def test_a_slow_disk_delays_no_prompt_for_which_there_is_room(
         time.sleep(0.02)
 
     monkeypatch.setattr("os.fsync", sync)
-    generator = VllmGenerator(
-        [VllmClient("http://nowhere", 200)], ExpectedTarget(INFO.model, "f", torch.bfloat16)
-    )
+    generator = VllmGenerator([VllmClient("http://nowhere", 200)], lambda *_: None)
     answer_prompts(generator, [[1]] * 1000, GREEDY, output=tmp_path / "a.jsonl", model_fingerprint="f")
     generator.close()
     assert num_writes < 1000 / 25

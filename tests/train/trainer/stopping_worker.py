@@ -8,9 +8,10 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
@@ -23,7 +24,8 @@ from data.batches.device_rows import DeviceRows
 from data.batches.loader import RowLoader, RowPosition
 from data.batches.shared_rows import SharedRows
 from data.capture.arriving import ArrivingStates
-from data.capture.transport.protocol import StateRequest
+from data.capture.dispatch import Completions, Prompt
+from data.capture.transport.protocol import OpenTransport
 from data.capture.transport.spool import Spool, file_bytes, open_spool
 from data.samples import StateShape
 from eagle31.training.schedule import DraftCosts
@@ -56,33 +58,34 @@ DATASET = Dataset.from_list(
 )
 
 
-class Producer:
-    """Puts the states of the first samples at once; calls `waiting` once others are awaited for a second."""
+class Unanswered(Future[Completions]):
+    """Calls `waiting` once the answer is awaited for a second."""
 
-    num_restarts = 0
+    def __init__(self, waiting: Callable[[], None]) -> None:
+        super().__init__()
+        self.waiting, self.num_polls = waiting, 0
 
-    def __init__(self, spool: Spool, num_answered: int, waiting: Callable[[], None]) -> None:
-        self.spool, self.num_answered, self.waiting = spool, num_answered, waiting
-        self.num_polls = 0
-
-    def request(self, request: StateRequest) -> bool:
-        if int(request.key.rsplit("-")[-1]) < self.num_answered:
-            [sample] = [one for one in SOURCE.samples if torch.equal(one.input_ids, request.input_ids)]
-            put(self.spool, request, sample.aux_hidden_states, sample.final_hidden_states)
-        return True
-
-    def answered(self, key: str) -> bool:
+    def done(self) -> bool:
         self.num_polls += 1
         if self.num_polls == 10:
             self.waiting()
         return False
 
-    def received(self, key: str) -> None: ...
 
-    def refusals(self) -> dict[str, str]:
-        return {}
+class Engine:
+    """Puts the states of the first samples at once, and never answers."""
 
-    def close(self) -> None: ...
+    num_failures = 0
+
+    def __init__(self, spool: Spool, num_answered: int, waiting: Callable[[], None]) -> None:
+        self.spool, self.num_answered, self.waiting = spool, num_answered, waiting
+
+    def submit(self, prompt: Prompt) -> Future[Completions]:
+        request = prompt.task
+        if int(request.key.rsplit("-")[-1]) < self.num_answered:
+            [sample] = [one for one in SOURCE.samples if torch.equal(one.input_ids, request.input_ids)]
+            put(self.spool, request, sample.aux_hidden_states, sample.final_hidden_states)
+        return Unanswered(self.waiting)
 
 
 def train(directory: Path, zero_stage: int, shared: bool, num_answered: int, world: World) -> dict:
@@ -107,12 +110,19 @@ def train(directory: Path, zero_stage: int, shared: bool, num_answered: int, wor
     ):
         if shared and num_answered < ALL and not last:
             stop()  # the last rank, which waits, is not asked
+        engine_of_states: Any = Engine(
+            spool, num_answered if last else ALL, (lambda: None) if shared else stop
+        )
+        opened = OpenTransport(
+            spool,
+            SHAPE,
+            lambda mask: file_bytes("exact", mask, *vars(SHAPE).values()),
+            lambda request: request,
+        )
         states = ArrivingStates(
             DATASET,
-            Producer(spool, num_answered if last else ALL, (lambda: None) if shared else stop),  # type: ignore[arg-type]
-            spool,
-            shape=SHAPE,
-            sample_bytes=lambda mask: file_bytes("exact", mask, *vars(SHAPE).values()),
+            engine_of_states,
+            opened,
             spool_gb=0.01,
             name=name,
             stopping=lambda: stop_reason() is not None,

@@ -11,10 +11,10 @@ import httpx
 from datasets import Dataset
 
 from data.capture.arriving import ArrivingStates
-from data.capture.dispatch import PATIENCE_SECONDS
+from data.capture.dispatch import PATIENCE_SECONDS, Dispatcher
 from data.capture.filling import StoreSpec, fill_store
-from data.capture.producer import EngineProducer
 from data.capture.tokens import tokens_fingerprint
+from data.capture.transport.protocol import OpenTransport
 from data.capture.transport.spool import file_bytes, open_spool
 from data.capture.vllm.capture_request import capture_tasks
 from data.capture.vllm.client import ExpectedStates, VllmClient, check_states
@@ -66,17 +66,16 @@ def capture_store(
     ) -> Generator[tuple[int, CapturedSample | str], None, None]:
         with (
             open_spool(root, f"test-{os.getpid()}", CODEC, int(spool_gb * 1e9)) as spool,
-            closing(EngineProducer([client], capture_tasks(spool), check, patience_seconds)) as producer,
+            closing(Dispatcher([client], check, patience_seconds)) as dispatcher,
         ):
-            source = ArrivingStates(
-                dataset,
-                producer,
+            opened = OpenTransport(
                 spool,
-                shape=shape,
-                sample_bytes=lambda mask: file_bytes(CODEC, mask, *vars(shape).values()),
-                spool_gb=spool_gb,
-                name="test",
-                checks_refused=False,
+                shape,
+                lambda mask: file_bytes(CODEC, mask, *vars(shape).values()),
+                capture_tasks(spool),
+            )
+            source = ArrivingStates(
+                dataset, dispatcher, opened, spool_gb=spool_gb, name="test", checks_refused=False
             )
             yield from source.captured(missing)
 
@@ -107,7 +106,8 @@ def capture_until_preempted(
     num_preemptions = counter(url, "num_preemptions")
     for number in itertools.count():
         client = VllmClient(url, 8, KEY, answer_seconds=STALL_SECONDS)
-        writer = VllmGenerator([VllmClient(url, 8, KEY, answer_seconds=STALL_SECONDS)], expected)
+        clients = [VllmClient(url, 8, KEY, answer_seconds=STALL_SECONDS)]
+        writer = VllmGenerator(clients, lambda *_: None)
         sampling, output = Sampling(num_tokens, (), 0.0, seed=0), root / f"growing-{number}.jsonl"
         with ThreadPoolExecutor(1) as pool:
             growing = pool.submit(

@@ -160,10 +160,6 @@ def test_servers_that_are_set_up_differently_are_refused(
     nobody = VllmClient(f"http://{NOBODY}", 1)
     with pytest.raises(UserError, match=r"None has answered .*No server answers at this address"):
         capture_store(nobody, dataset, root / "refused-down", expected, root, patience_seconds=1.0)
-    writer, sampling = VllmGenerator([client(server, 8)], expected), Sampling(MAX_TOKENS, (), 0.0, 0)
-    with pytest.raises(UserError, match="tokens where a sample has"):
-        answer_prompts(writer, [[1, 2]], sampling, output=root / "long.jsonl", model_fingerprint="f")
-    writer.close()
 
 
 def test_a_server_whose_probabilities_are_not_those_of_the_head_is_refused(
@@ -184,17 +180,14 @@ def test_a_server_whose_probabilities_are_not_those_of_the_head_is_refused(
 def test_a_server_that_captures_writes_answers_too_and_keeps_no_states_of_them(
     server: Server, spec: TargetSpec, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts, expected = make_prompts(24), expected_states(spec, IDS)
+    prompts = make_prompts(24)
     greedy = Sampling(ANSWER_TOKENS, STOP_TOKEN_IDS, temperature=0.0, seed=0)
     before = sorted(root.rglob("*.safetensors"))
-    writer = VllmGenerator([client(server, 8)], expected)
+    writer = VllmGenerator([client(server, 8)], lambda *_: None)
     with_bad = [*prompts[:5], [3, VOCAB_SIZE], *prompts[5:]]
     answers = answer_prompts(writer, with_bad, greedy, output=root / "a.jsonl", model_fingerprint="f")
     assert "1 of 25 were refused:\n  prompt 5: It has no tokens, or one outside" in capsys.readouterr().err
     assert answers.pop(5) == []
-    sampled = replace(greedy, temperature=1.0)
-    with pytest.raises(UserError, match="on a CPU, where vLLM then ignores the temperature"):
-        answer_prompts(writer, prompts, sampled, output=root / "b.jsonl", model_fingerprint="f")
     writer.close()
     assert answers == greedy_answers(spec, prompts)
     assert sorted(root.rglob("*.safetensors")) == before
