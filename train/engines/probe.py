@@ -13,7 +13,7 @@ from data.capture.dispatch import PATIENCE_SECONDS, Refused, Unavailable
 from data.capture.hf import head_tolerance
 from data.capture.transport.protocol import StateRequest
 from data.capture.transport.spool import Spool
-from data.capture.vllm.capture_request import CaptureRequest
+from data.capture.vllm.capture_request import capture_params
 from data.capture.vllm.client import VllmClient
 from data.capture.vllm.server_info import ServerInfo
 from data.progress import LINE_SECONDS
@@ -87,9 +87,9 @@ async def probe_states(server: VllmClient, spool: Spool, key: str, head: TargetH
     """
     input_ids, loss_mask = torch.arange(_PROBE_TOKENS), torch.ones(_PROBE_TOKENS, dtype=torch.bool)
     request = StateRequest(f"{key}-{secrets.token_hex(8)}", input_ids, loss_mask)
-    capture = CaptureRequest.of(spool.to_json(), request.key, input_ids.tolist(), loss_mask)
+    params = capture_params(spool, request)
     try:
-        answer = await server.capture(input_ids.tolist(), capture.to_params(), prompt_logprobs=0)
+        answer = await server.capture(input_ids.tolist(), params, prompt_logprobs=0)
     except (Refused, Unavailable) as error:
         remedy = f"It cannot deliver states to {spool.directory}: {error}"
         raise UserError("vllm.servers", server.name, remedy) from error

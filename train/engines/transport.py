@@ -3,13 +3,14 @@
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from data.capture.transport.protocol import OpenTransport
 from data.capture.transport.spool import Spool, file_bytes, open_spool
-from data.capture.vllm.capture_request import capture_tasks
+from data.capture.vllm.capture_request import capture_params
 from data.samples import StateShape
 from train.config.run import RunConfig, states_directory
 from train.engines.servers import CapturedTarget
@@ -22,7 +23,7 @@ def spool_transport(spool: Spool, target: CapturedTarget) -> OpenTransport:
         spool,
         StateShape(num_layers, size, dtype if spool.codec == "exact" else torch.bfloat16),
         lambda loss_mask: file_bytes(spool.codec, loss_mask, num_layers, size, dtype),
-        capture_tasks(spool),
+        partial(capture_params, spool),
     )
 
 

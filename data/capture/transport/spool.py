@@ -7,10 +7,10 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -47,14 +47,6 @@ class Spool:
         self.directory = Path(directory)
         self.codec = codec
         self._checked = not self.directory.resolve().is_relative_to(MEMORY)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what `from_json` needs to open the spool in another process."""
-        return {"spool": str(self.directory), "codec": self.codec}
-
-    @staticmethod
-    def from_json(content: Mapping[str, Any]) -> "Spool":
-        return Spool(Path(content["spool"]), content["codec"])
 
     @contextmanager
     def writing(self, request: StateRequest) -> Iterator[Write]:
@@ -98,7 +90,10 @@ class Spool:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         _remove(path)
         if not sample.input_ids.equal(request.input_ids):
-            remedy = "It has other tokens than were requested: something else writes there. Run again."
+            remedy = (
+                "It has other tokens than were requested: the server changes prompts, or something else "
+                "writes there. Run again."
+            )
             raise UserError("capture.spool_dir", path, remedy)
         return sample
 

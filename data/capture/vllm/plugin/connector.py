@@ -13,7 +13,7 @@ it shows only after the request was checked.
 With tensor parallelism every worker has the same states, and rank 0 delivers them.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,9 +29,11 @@ from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionL
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import RequestStatus
 
-from data.capture.vllm.capture_request import PARAMS, CaptureRequest, tokens_sha256
+from data.capture.transport.protocol import StateRequest
+from data.capture.transport.spool import Spool
+from data.capture.vllm.capture_request import PARAMS, read_request
 from data.capture.vllm.plugin.cache_copy import CacheReader
-from data.capture.vllm.plugin.delivery import Deliveries, Delivery, refusal, resolved
+from data.capture.vllm.plugin.delivery import Deliveries, Delivery, destination_spool
 from data.capture.vllm.server_info import ServerInfo
 
 # Of the host, for states that wait to be delivered.
@@ -46,9 +48,13 @@ class Computed:
     """A prompt whose states are in the cache, in blocks that are kept until they are copied."""
 
     request_id: str
-    capture: CaptureRequest
-    input_ids: torch.Tensor  # int64 [T]
+    spool: Spool
+    request: StateRequest
     block_ids: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.input_ids)
 
 
 @dataclass
@@ -73,8 +79,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._info = ServerInfo.of(vllm_config)
         self._group = _states_group(kv_cache_config)
-        # What requests that are under way ask for, with their tokens, or why they get nothing.
-        self._asked: dict[str, tuple[CaptureRequest, torch.Tensor] | str] = {}
+        # What requests that are under way ask for, or why they get nothing.
+        self._asked: dict[str, tuple[Spool, StateRequest] | str] = {}
         self._done: list[Computed] = []
         self._reader: CacheReader | None = None
         self._deliveries: Deliveries | None = None
@@ -87,11 +93,15 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if own is None or request.request_id in self._asked:
             return
         try:
-            asked = self._what_it_asks_for(own, request.prompt_token_ids)
+            num_tokens = len(request.prompt_token_ids)
+            if num_tokens > self._info.max_tokens:
+                raise ValueError(f"{num_tokens} tokens are more than the {self._info.max_tokens} captured")
+            state_request = read_request(own, request.prompt_token_ids)
+            spool = destination_spool(own["destination"], self._settings["roots"])
+            self._asked[request.request_id] = spool, state_request
         except Exception as error:  # Other clients use this engine, too.
             reason = f"This is no request for hidden states: {type(error).__name__}: {error}"
-            asked = reason[:_REASON_LETTERS]
-        self._asked[request.request_id] = asked
+            self._asked[request.request_id] = reason[:_REASON_LETTERS]
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -106,19 +116,6 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             return False, {PARAMS: {"error": asked}}
         self._done.append(Computed(request.request_id, *asked, block_ids[self._group]))
         return True, {PARAMS: {}}
-
-    def _what_it_asks_for(
-        self, own: dict[str, Any], token_ids: list[int]
-    ) -> tuple[CaptureRequest, torch.Tensor] | str:
-        capture = CaptureRequest.from_params(own, len(token_ids))
-        if tokens_sha256(token_ids) != capture.tokens_sha256:
-            return "The token ids that vLLM computed are not those that were sent."
-        if len(token_ids) > self._info.max_tokens:
-            return f"{len(token_ids)} tokens are more than the {self._info.max_tokens} that are captured."
-        reason = refusal(capture.destination, self._settings["roots"])
-        if reason is not None:
-            return reason
-        return replace(capture, destination=resolved(capture.destination)), torch.tensor(token_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         prompts, self._done = self._done, []
@@ -151,13 +148,13 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if self._deliveries is None or self._reader is None:
             return
         for prompt in connector_metadata.prompts:
-            delivery = self._deliveries.open(prompt.capture, prompt.input_ids)
+            delivery = self._deliveries.open(prompt.spool, prompt.request)
             self._samples[prompt.request_id] = prompt, delivery
         size = self._reader.block_size
         longest = max(1, _SLICE_BYTES // self._reader.bytes_of(1)) * size
         for prompt, delivery in self._samples.values():
-            while (first := delivery.num_tokens) < len(prompt.input_ids):
-                number = min(longest, len(prompt.input_ids) - first)
+            while (first := delivery.num_tokens) < prompt.num_tokens:
+                number = min(longest, prompt.num_tokens - first)
                 if not self._deliveries.has_room(self._reader.bytes_of(number)):
                     return
                 delivery.add(self._reader.copy(prompt.block_ids[first // size :], number))
@@ -167,7 +164,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         finished = {
             request_id
             for request_id, (prompt, delivery) in self._samples.items()
-            if delivery.num_tokens == len(prompt.input_ids) and delivery.is_copied()
+            if delivery.num_tokens == prompt.num_tokens and delivery.is_copied()
         }
         for request_id in finished:
             del self._samples[request_id]

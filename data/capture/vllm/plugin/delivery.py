@@ -1,6 +1,5 @@
 """The delivery of copied states into the spools of a server's clients, in the background."""
 
-import os
 import sys
 import threading
 from collections import deque
@@ -10,11 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from data.capture.transport.protocol import StateRequest
 from data.capture.transport.spool import Spool, Write
-from data.capture.vllm.capture_request import CaptureRequest
 from data.capture.vllm.plugin.cache_copy import HostCopy
 from data.store.codec import CODECS
 
@@ -23,27 +19,24 @@ _REASON_LETTERS = 1000
 _FIELDS = {"spool", "codec"}
 
 
-def refusal(destination: Mapping[str, Any], roots: Sequence[str]) -> str | None:
-    """Return why a server that writes below these directories only does not deliver to a spool, or None.
+def destination_spool(destination: Mapping[str, Any], roots: Sequence[str]) -> Spool:
+    """Return the spool that a client names, for a server that writes below these directories only.
+
+    Links and `..` in its path are resolved: it is written where it was checked.
 
     Raises:
-        TypeError, ValueError, OSError: `destination` is none.
+        Exception: the server does not deliver there, because of this.
     """
     if destination.keys() != _FIELDS:
-        return f"A spool has the fields {sorted(_FIELDS)}, not {sorted(destination)}."
+        raise ValueError(f"a spool has the fields {sorted(_FIELDS)}, not {sorted(destination)}")
     if destination["codec"] not in CODECS:
-        return f"codec must be one of {', '.join(CODECS)}, not {str(destination['codec'])[:40]}."
-    directory = os.path.realpath(destination["spool"])
-    if not any(Path(directory).is_relative_to(os.path.realpath(root)) for root in roots):
-        return f"{destination['spool']} is not below {', '.join(roots)}."
-    if not os.path.isdir(directory):
-        return f"{directory} does not exist on the machine of the server."
-    return None
-
-
-def resolved(destination: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the destination with links and `..` in its path resolved: it is written where it was checked."""
-    return {**destination, "spool": os.path.realpath(destination["spool"])}
+        raise ValueError(f"codec must be one of {', '.join(CODECS)}, not {str(destination['codec'])[:40]}")
+    directory = Path(destination["spool"]).resolve()
+    if not any(directory.is_relative_to(Path(root).resolve()) for root in roots):
+        raise ValueError(f"{destination['spool']} is not below {', '.join(roots)}")
+    if not directory.is_dir():
+        raise ValueError(f"{directory} does not exist on the machine of the server")
+    return Spool(directory, destination["codec"])
 
 
 class Deliveries:
@@ -69,11 +62,10 @@ class Deliveries:
         with self._lock:
             return self._held_bytes == 0 or self._held_bytes + num_bytes <= self._limit_bytes
 
-    def open(self, capture: CaptureRequest, input_ids: Tensor) -> "Delivery":
-        """Return a sample that is delivered in the background. input_ids int64 [T]."""
+    def open(self, spool: Spool, request: StateRequest) -> "Delivery":
+        """Return a sample that is delivered in the background."""
         self._threads.rotate()
-        request = StateRequest(capture.key, input_ids, capture.loss_mask(len(input_ids)))
-        return Delivery(self, Spool.from_json(capture.destination), request, self._threads[0])
+        return Delivery(self, spool, request, self._threads[0])
 
     def hold(self, num_bytes: int) -> None:
         """Count the memory of a copy; it is negative at the copy's end."""

@@ -50,7 +50,7 @@ def test_what_is_put_is_taken_once(tmp_path: Path, codec: str, monkeypatch: pyte
     monkeypatch.setattr("data.store.shards._PART_BYTES", 3000)  # of 30,720 of the aux layers
     request = _request()
     put(Spool(tmp_path, codec), request, *_states(request))
-    trainer = Spool.from_json(Spool(tmp_path, codec).to_json())
+    trainer = Spool(tmp_path, codec)
     assert trainer.arrived(request.key)
     expected = decode(encode(_sample(request), codec))
     assert_equal(trainer.take(request, timeout=0), expected)

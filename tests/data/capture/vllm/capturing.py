@@ -5,6 +5,7 @@ import os
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -16,7 +17,7 @@ from data.capture.filling import StoreSpec, fill_store
 from data.capture.tokens import tokens_fingerprint
 from data.capture.transport.protocol import OpenTransport
 from data.capture.transport.spool import file_bytes, open_spool
-from data.capture.vllm.capture_request import capture_tasks
+from data.capture.vllm.capture_request import capture_params
 from data.capture.vllm.client import ExpectedStates, VllmClient, check_states
 from data.capture.vllm.server_info import ServerInfo
 from data.capture.vllm.server_process import ServerProcess
@@ -72,7 +73,7 @@ def capture_store(
                 spool,
                 shape,
                 lambda mask: file_bytes(CODEC, mask, *vars(shape).values()),
-                capture_tasks(spool),
+                partial(capture_params, spool),
             )
             source = ArrivingStates(
                 dataset, dispatcher, opened, spool_gb=spool_gb, name="test", checks_refused=False

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from data.capture.transport.protocol import StateRequest
 from data.capture.transport.spool import Spool
-from data.capture.vllm.capture_request import CaptureRequest
 from data.capture.vllm.plugin.cache_copy import CacheReader, HostCopy
 from data.capture.vllm.plugin.delivery import Deliveries
 from tests.processes import wait_for
@@ -29,12 +28,9 @@ class Prompt:
         self.block_ids = torch.randperm(NUM_BLOCKS, generator=generator).tolist()
         self.reader = CacheReader(cache)
         self.states = cache.transpose(1, 2)[self.block_ids].flatten(0, 1)[:NUM_TOKENS]
-        self.ids = torch.randint(100, (NUM_TOKENS,), generator=generator)
-        self.request = StateRequest(key, self.ids, torch.ones(NUM_TOKENS, dtype=torch.bool))
+        ids = torch.randint(100, (NUM_TOKENS,), generator=generator)
+        self.request = StateRequest(key, ids, torch.ones(NUM_TOKENS, dtype=torch.bool))
         self.may_finish = threading.Event()
-
-    def asked_in(self, spool: Spool) -> CaptureRequest:
-        return CaptureRequest.of(spool.to_json(), self.request.key, self.ids.tolist(), self.request.loss_mask)
 
     def copy(self, index: int) -> HostCopy:
         """Return a slice whose copy has finished once `may_finish` is set."""
@@ -55,7 +51,7 @@ def _wait(event: threading.Event) -> None:
 def test_slices_of_several_samples_arrive_in_order_and_hold_no_more_than_the_bound(tmp_path: Path) -> None:
     spool, deliveries = Spool(tmp_path, "exact"), Deliveries(NUM_LAYERS, 3 * SLICE_BYTES)
     prompts = [Prompt(f"{number}", number) for number in range(3)]
-    opened = [deliveries.open(prompt.asked_in(spool), prompt.ids) for prompt in prompts]
+    opened = [deliveries.open(spool, prompt.request) for prompt in prompts]
     for number, index in ((0, 0), (1, 0), (0, 1)):
         assert deliveries.has_room(SLICE_BYTES)
         opened[number].add(prompts[number].copy(index))
@@ -78,8 +74,8 @@ def test_what_cannot_be_delivered_costs_itself_only(
 ) -> None:
     deliveries, (lost, other) = Deliveries(NUM_LAYERS, 1 << 20), (Prompt("lost", 0), Prompt("other", 1))
     spool = Spool(tmp_path, "exact")
-    nowhere = deliveries.open(lost.asked_in(Spool(tmp_path / "no", "exact")), lost.ids)
-    delivery = deliveries.open(other.asked_in(spool), other.ids)
+    nowhere = deliveries.open(Spool(tmp_path / "no", "exact"), lost.request)
+    delivery = deliveries.open(spool, other.request)
     for prompt, to in ((lost, nowhere), (other, delivery)):
         prompt.may_finish.set()
         for index in range(4):
