@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from data.target.parts import CapturedTarget
 from train.artifact import Artifact
 from train.config.capture import CaptureSource
 from train.config.run import RunConfig, Stage
 from train.distributed import World
 from train.drafter.chosen import ChosenDrafter
 from train.drafter.shape import fitted
-from train.engines.servers import CapturedTarget, RunServers, ServerSettings, server_settings
+from train.engines.servers import RunServers, ServerSettings, server_settings
 from train.engines.torchspec import TorchSpecEngines
 from train.plan.cluster import cluster_at_hand
 from train.plan.placement import TargetPlacement, place_target

@@ -36,6 +36,24 @@ class TargetParts:
         """The dtype in which every engine computes the target, and in which its states are captured."""
         return self.embed_tokens.dtype
 
+    @property
+    def dtype_name(self) -> str:
+        """Its name, such as bfloat16."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class CapturedTarget:
+    """The frozen target, the few tensors of it that training needs, and the layers that are captured."""
+
+    spec: TargetSpec
+    parts: TargetParts
+    aux_layer_ids: tuple[int, ...]
+
+    @property
+    def num_aux_layers(self) -> int:
+        return len(self.aux_layer_ids)
+
 
 def load_target_parts(spec: TargetSpec) -> TargetParts:
     """Read only the embedding, final norm and lm_head from the safetensors checkpoint, on the CPU.

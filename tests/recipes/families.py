@@ -9,11 +9,10 @@ import os
 import sys
 import tempfile
 import traceback
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
@@ -25,7 +24,7 @@ from tests.data.capture.vllm.capturing import STALL_SECONDS, capture_until_preem
 from tests.data.capture.vllm.targets import (
     KV_CACHE_BYTES,
     capture_engine,
-    expected_states,
+    captured_target,
     largest_difference,
     make_prompts,
     make_samples,
@@ -309,18 +308,18 @@ def try_family(name: str, directory: Path) -> dict[str, str]:
 def assert_captured_when_preempted(family: Family, model: Path, reference: Path, directory: Path) -> None:
     """Check the states of prompts that a server with a small cache computes while completions grow."""
     directory.mkdir()
-    spec, ids, dataset = TargetSpec(str(model)), (1, 2, 3), make_samples(12, seed=1)
+    spec, ids = TargetSpec(str(model), dtype=family.dtype), (1, 2, 3)
+    dataset, target = make_samples(12, seed=1), captured_target(spec, ids)
     arguments = (*family.engine_args, *(IN_CHUNKS if family.in_chunks else ("max_num_seqs=8",)))
     extra = {name: json.loads(value) for name, value in (one.split("=") for one in arguments)}
     engine = capture_engine(
         spec, ids, directory, num_gpu_blocks_override=family.num_blocks, block_size=32, **extra
     )
-    line = replace(engine, dtype=family.dtype).command_line()
-    expected = replace(expected_states(spec, ids), dtype=getattr(torch, family.dtype))
+    line = engine.command_line()
     prompts = [prompt[:60] for prompt in make_prompts(16) if len(prompt) >= 60]
     with contextlib.closing(server_process(line, directory / "server.log", STALL_SECONDS)) as process:
         process.wait_until_ready(progress=False)
-        for states, _ in capture_until_preempted(process.url, dataset, prompts, 60, expected, directory):
+        for states, _ in capture_until_preempted(process.url, dataset, prompts, 60, target, directory):
             assert largest_difference(states, dataset, TargetSpec(str(reference)), ids) < 2 * family.error
 
 

@@ -1,4 +1,4 @@
-"""The target that vLLM runs, and its servers: those that the recipe names, or one on each node."""
+"""The vLLM servers of a run: those that the recipe names, or one on each node."""
 
 import os
 import secrets
@@ -13,12 +13,10 @@ import torch
 from data.capture.dispatch import PATIENCE_SECONDS
 from data.capture.transport.spool import MEMORY
 from data.capture.vllm.arguments import CaptureEngine
-from data.capture.vllm.client import ExpectedStates, VllmClient
+from data.capture.vllm.client import VllmClient
 from data.capture.vllm.environment import KEY_VARIABLE
 from data.capture.vllm.server_process import ServerProcess
-from data.target.architecture import has_latent_attention
-from data.target.parts import TargetParts
-from data.target.spec import TargetSpec
+from data.target.parts import CapturedTarget
 from train.config.capture import CaptureConfig
 from train.config.run import RunConfig
 from train.config.vllm import VllmConfig
@@ -32,58 +30,6 @@ _START_SECONDS, _LOADED_BYTES_PER_SECOND = 900.0, 0.1e9
 # Prompts under way per engine. vLLM batches those that its cache has room for, and the others wait there. On
 # a CPU more would wait longer than a client does.
 _PROMPTS_ON_GPU, _PROMPTS_ON_CPU = 256, 128
-
-
-@dataclass(frozen=True)
-class CapturedTarget:
-    """The frozen target, the few tensors of it that training needs, and the layers that are captured."""
-
-    spec: TargetSpec
-    parts: TargetParts
-    aux_layer_ids: tuple[int, ...]
-
-    @property
-    def num_aux_layers(self) -> int:
-        return len(self.aux_layer_ids)
-
-    def expected_states(self) -> ExpectedStates:
-        """Return what every engine that runs this target must deliver."""
-        return ExpectedStates(
-            target=self.spec.checkpoint.path,
-            target_fingerprint=self.parts.fingerprint,
-            aux_layer_ids=self.aux_layer_ids,
-            hidden_size=self.parts.hidden_size,
-            num_layers=self.parts.num_layers,
-            dtype=self.parts.dtype,
-        )
-
-    def vllm_engine(
-        self,
-        engine_args: Mapping[str, Any],
-        *,
-        max_tokens: int,
-        roots: list[str],
-    ) -> CaptureEngine:
-        """Return the engine that captures the target's states, and writes its completions.
-
-        Args:
-            engine_args: further arguments of `vllm.LLM`, such as the recipe's `vllm.engine_args`.
-            max_tokens: length of the longest sample, and of the longest prompt with its completion.
-            roots: the directories below which the engine may write.
-        """
-        return CaptureEngine(
-            target=self.spec.checkpoint.path,
-            revision=self.spec.revision,
-            dtype=str(self.parts.dtype).removeprefix("torch."),
-            trust_remote_code=self.spec.trust_remote_code,
-            target_fingerprint=self.parts.fingerprint,
-            aux_layer_ids=self.aux_layer_ids,
-            num_layers=self.parts.num_layers,
-            max_tokens=max_tokens,
-            roots=roots,
-            mla=has_latent_attention(self.parts.config),
-            extra=engine_args,
-        )
 
 
 @dataclass(frozen=True)
@@ -111,10 +57,11 @@ def server_settings(
     Args:
         further_args: arguments of the engine in addition to `vllm.engine_args`.
     """
-    engine = target.vllm_engine(
-        config.vllm.engine_args | dict(further_args),
+    engine = CaptureEngine(
+        target,
         max_tokens=longest_prompt(config),
         roots=server_roots(config.capture, Path(config.output_dir)),
+        extra=config.vllm.engine_args | dict(further_args),
     )
     return ServerSettings(engine, devices, load_seconds(config, target))
 

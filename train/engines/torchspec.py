@@ -24,11 +24,12 @@ from data.capture.torchspec.mooncake import MooncakeSettings
 from data.capture.torchspec.transport import DTYPE, TorchSpecTransport, norm_scale, state_bytes
 from data.capture.transport.protocol import OpenTransport
 from data.samples import StateShape
+from data.target.parts import CapturedTarget
 from eagle31.errors import UserError
 from train.config.capture import TorchSpecEngine
 from train.config.run import RunConfig
 from train.distributed import World, read_when_set, shared_values, wait_for_ranks
-from train.engines.servers import CapturedTarget, load_seconds
+from train.engines.servers import load_seconds
 from train.plan.target import longest_prompt
 
 # Room of the store relative to the states that may wait in it: the next state must always fit.

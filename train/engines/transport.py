@@ -12,8 +12,8 @@ from data.capture.transport.protocol import OpenTransport
 from data.capture.transport.spool import Spool, file_bytes, open_spool
 from data.capture.vllm.capture_request import capture_params
 from data.samples import StateShape
+from data.target.parts import CapturedTarget
 from train.config.run import RunConfig, states_directory
-from train.engines.servers import CapturedTarget
 
 
 def spool_transport(spool: Spool, target: CapturedTarget) -> OpenTransport:

@@ -88,14 +88,14 @@ def must_capture(config: RunConfig, stage: Stage) -> bool:
 def _check(context: RunContext, stage: Stage) -> None:
     """Check the servers for a stage; the first process of each node has its states probed."""
     config, world, servers, target = context.config, context.world, context.servers, context.captured_target
-    expected, longest = target.expected_states(), longest_prompt(config)
+    longest = longest_prompt(config)
     samples = stage is Stage.data and (config.data.regenerate.temperature != 0 or config.data.train == SELF)
 
     def check(server: VllmClient, info: ServerInfo) -> None:
         if must_capture(config, stage):
-            check_states(server, info, expected, longest)
+            check_states(server, info, target, longest)
         else:
-            check_target(server, info, expected, longest)
+            check_target(server, info, target, longest)
         if stage in _WRITERS:
             check_unchanged(server, info, samples=samples)
 

@@ -111,10 +111,10 @@ def _vllm_connected(
     context: RunContext, dataset: Dataset, codec: str
 ) -> Iterator[tuple[Dispatcher, OpenTransport]]:
     config, world = context.config, context.world
-    expected, longest = context.captured_target.expected_states(), max(dataset_lengths(dataset))
+    target, longest = context.captured_target, max(dataset_lengths(dataset))
 
     def check(client: VllmClient, info: ServerInfo) -> None:
-        check_states(client, info, expected, longest)
+        check_states(client, info, target, longest)
 
     # Servers that the run has started write into the memory of their own node.
     clients = context.servers.clients(everywhere=False)
@@ -122,4 +122,4 @@ def _vllm_connected(
         open_run_spool(config, world.rank, codec) as spool,
         closing(Dispatcher(clients, check, context.servers.patience_seconds)) as dispatcher,
     ):
-        yield dispatcher, spool_transport(spool, context.captured_target)
+        yield dispatcher, spool_transport(spool, target)

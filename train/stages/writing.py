@@ -160,10 +160,10 @@ def open_generator(context: RunContext, everywhere: bool = True) -> AbstractCont
     if context.config.target.engine is TargetEngine.hf:
         batch_size = context.config.data.regenerate.batch_size
         return transformers_generator(context.target.spec, context.world.device, batch_size)
-    expected, longest = context.captured_target.expected_states(), longest_prompt(context.config)
+    target, longest = context.captured_target, longest_prompt(context.config)
 
     def check(client: VllmClient, info: ServerInfo) -> None:
-        check_target(client, info, expected, longest)
+        check_target(client, info, target, longest)
 
     clients = context.servers.clients(everywhere, senders=1)
     return closing(VllmGenerator(clients, check, context.servers.patience_seconds))

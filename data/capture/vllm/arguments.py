@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 
 from data.capture.vllm.environment import LOADER
 from data.capture.vllm.server_info import ROOM_TOKENS
-from data.target.architecture import has_residual_streams
+from data.target.architecture import has_latent_attention, has_residual_streams
+from data.target.parts import CapturedTarget
 from eagle31.errors import UserError
 
 # The rank that writes would have a part of the states only.
@@ -25,29 +26,21 @@ _AMX_DTYPES = ("auto", "bfloat16")
 
 @dataclass(frozen=True)
 class CaptureEngine:
-    """A vLLM engine that captures one target.
+    """A vLLM engine that captures one target, and writes its completions.
 
     Args:
         max_tokens: the length of the longest sample, and of the longest prompt with its completion.
         roots: the directories below which the engine may write.
-        mla: whether the target has latent attention.
-        extra: further arguments of `vllm.LLM`.
+        extra: further arguments of `vllm.LLM`, such as the recipe's `vllm.engine_args`.
 
     Raises:
         UserError: `extra` divides the states among ranks or changes them, or vLLM cannot capture one of the
             layer ids.
     """
 
-    target: str
-    aux_layer_ids: Sequence[int]
-    num_layers: int
+    target: CapturedTarget
     max_tokens: int
     roots: Sequence[str]
-    revision: str | None = None
-    dtype: str = "auto"
-    trust_remote_code: bool = False
-    target_fingerprint: str | None = None
-    mla: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -60,23 +53,23 @@ class CaptureEngine:
                 "Leave it out: with it, an engine that captures may repeat tokens of an answer (vllm#56417)."
             )
             raise UserError("vllm.engine_args.async_scheduling", True, remedy)
-        if self.mla and 0 in self.aux_layer_ids:
+        if has_latent_attention(self.target.parts.config) and 0 in self.target.aux_layer_ids:
             remedy = (
                 "vLLM gives no embedding output of a target with latent attention, and serves no drafter "
                 "that reads it; give ids from 1 on."
             )
-            raise UserError("drafter.aux_layer_ids", list(self.aux_layer_ids), remedy)
+            raise UserError("drafter.aux_layer_ids", list(self.target.aux_layer_ids), remedy)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `vllm.LLM` for capture."""
+        parts, aux_layer_ids = self.target.parts, self.target.aux_layer_ids
         settings = {
-            "aux_layer_ids": list(self.aux_layer_ids),
-            "target_fingerprint": self.target_fingerprint,
+            "aux_layer_ids": list(aux_layer_ids),
+            "target_fingerprint": parts.fingerprint,
             "roots": list(self.roots),
         }
-        kept = sorted(
-            {*self.aux_layer_ids, self.num_layers}
-        )  # the aux layers' inputs and the last one's output
+        # The aux layers' inputs and the last one's output.
+        kept = sorted({*aux_layer_ids, parts.num_layers})
         return self._plain_arguments() | {
             "speculative_config": {
                 "method": "extract_hidden_states",
@@ -100,10 +93,11 @@ class CaptureEngine:
         return unchunked | self._plain_arguments()
 
     def _plain_arguments(self) -> dict[str, Any]:
+        spec, dtype = self.target.spec, self.target.parts.dtype_name
         arguments = {
-            "model": self.target,
-            "dtype": self.dtype,
-            "trust_remote_code": self.trust_remote_code,
+            "model": spec.checkpoint.path,
+            "dtype": dtype,
+            "trust_remote_code": spec.trust_remote_code,
             "max_model_len": self.max_tokens + ROOM_TOKENS,
             "skip_tokenizer_init": True,  # token ids in, token ids out
             "language_model_only": True,  # the processor of a multimodal target needs its tokenizer
@@ -111,10 +105,10 @@ class CaptureEngine:
             # Compilation pays for many short steps. Prompts are few and long.
             "enforce_eager": not torch.cuda.is_available(),
         }
-        if self.revision is not None:
-            arguments["revision"] = self.revision
+        if spec.revision is not None:
+            arguments["revision"] = spec.revision
         if "attention_config" not in self.extra:  # vLLM takes one of the two
-            arguments |= attention_backend(str(self.extra.get("dtype", self.dtype)))
+            arguments |= attention_backend(str(self.extra.get("dtype", dtype)))
         return arguments | dict(self.extra)
 
     def command_line(self) -> list[str]:

@@ -5,11 +5,9 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import torch
 
 from data.capture.dispatch import Completions, Prompt, Refused, Unavailable
 from data.capture.vllm.capture_request import PARAMS
@@ -17,6 +15,7 @@ from data.capture.vllm.environment import KEY_VARIABLE
 from data.capture.vllm.server_info import INFO_PATH, ServerInfo
 from data.progress import STALL_SECONDS
 from data.sampling import Sampling
+from data.target.parts import CapturedTarget
 from eagle31.errors import UserError
 
 _CONNECT_SECONDS = 10.0
@@ -173,49 +172,30 @@ class VllmClient:
             raise Unavailable(f"The answer is no JSON: {response.text[:200]}", lost=True) from error
 
 
-@dataclass(frozen=True)
-class ExpectedTarget:
-    """The target that every server must run."""
-
-    target: str  # the `model` argument of vLLM
-    target_fingerprint: str
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class ExpectedStates(ExpectedTarget):
-    """The states that every server must give."""
-
-    aux_layer_ids: tuple[int, ...]
-    hidden_size: int
-    num_layers: int
-
-
-def check_target(client: VllmClient, info: ServerInfo, expected: ExpectedTarget, longest: int) -> None:
+def check_target(client: VllmClient, info: ServerInfo, target: CapturedTarget, longest: int) -> None:
     """Raise UserError for a server of another target, or one that was started for shorter samples.
 
     Args:
         longest: the number of tokens of the longest sample, or of prompt and completion together.
     """
-    same_target = info.target_fingerprint in (expected.target_fingerprint, None)
-    if not same_target or (info.target_fingerprint is None and info.model != expected.target):
-        found = f"{info.model}, not {expected.target}, or it has other weights"
-        raise _other_server(client, "target is", found)
-    dtype = str(expected.dtype).removeprefix("torch.")
-    if info.dtype != dtype:
-        raise _other_server(client, "dtype is", f"{info.dtype}, not {dtype}")
+    path = target.spec.checkpoint.path
+    same_target = info.target_fingerprint in (target.parts.fingerprint, None)
+    if not same_target or (info.target_fingerprint is None and info.model != path):
+        raise _other_server(client, "target is", f"{info.model}, not {path}, or it has other weights")
+    if info.dtype != target.parts.dtype_name:
+        raise _other_server(client, "dtype is", f"{info.dtype}, not {target.parts.dtype_name}")
     if info.max_tokens < longest:
         found = f"{info.max_tokens} tokens where a sample has {longest}"
         raise _other_server(client, "longest prompt has", found)
 
 
-def check_states(client: VllmClient, info: ServerInfo, expected: ExpectedStates, longest: int) -> None:
+def check_states(client: VllmClient, info: ServerInfo, target: CapturedTarget, longest: int) -> None:
     """Raise UserError for a server that would capture other states; `longest` as for `check_target`."""
-    check_target(client, info, expected, longest)
-    if info.aux_layer_ids != expected.aux_layer_ids:
-        found = f"{list(info.aux_layer_ids)}, not {list(expected.aux_layer_ids)}"
+    check_target(client, info, target, longest)
+    if info.aux_layer_ids != target.aux_layer_ids:
+        found = f"{list(info.aux_layer_ids)}, not {list(target.aux_layer_ids)}"
         raise _other_server(client, "aux layer ids are", found)
-    if (info.num_layers, info.hidden_size) != (expected.num_layers, expected.hidden_size):
+    if (info.num_layers, info.hidden_size) != (target.parts.num_layers, target.parts.hidden_size):
         raise _other_server(client, "target has", f"{info.num_layers} layers of {info.hidden_size}")
 
 

@@ -18,7 +18,7 @@ from data.capture.tokens import tokens_fingerprint
 from data.capture.transport.protocol import OpenTransport
 from data.capture.transport.spool import file_bytes, open_spool
 from data.capture.vllm.capture_request import capture_params
-from data.capture.vllm.client import ExpectedStates, VllmClient, check_states
+from data.capture.vllm.client import VllmClient, check_states
 from data.capture.vllm.server_info import ServerInfo
 from data.capture.vllm.server_process import ServerProcess
 from data.generation.answers import answer_prompts
@@ -26,6 +26,7 @@ from data.generation.vllm import VllmGenerator
 from data.samples import CapturedSample, StateShape
 from data.sampling import Sampling
 from data.store import HiddenStateStore
+from data.target.parts import CapturedTarget
 
 KEY = "the-key-of-this-test"
 START_SECONDS, STALL_SECONDS = 1000.0, 300.0
@@ -50,17 +51,17 @@ def capture_store(
     client: VllmClient,
     dataset: Dataset,
     directory: Path,
-    expected: ExpectedStates,
+    target: CapturedTarget,
     root: Path,
     patience_seconds: float = PATIENCE_SECONDS,
     spool_gb: float = 0.01,
 ) -> None:
     """Fill a store through a server, as the capture stage does; the spool is in `root`."""
-    shape = StateShape(len(expected.aux_layer_ids), expected.hidden_size, expected.dtype)
+    shape = StateShape(target.num_aux_layers, target.parts.hidden_size, target.parts.dtype)
     longest = max(map(len, dataset["input_ids"]))
 
     def check(client: VllmClient, info: ServerInfo) -> None:
-        check_states(client, info, expected, longest)
+        check_states(client, info, target, longest)
 
     def captured(
         _: Sequence[int], missing: Sequence[int]
@@ -96,7 +97,7 @@ def capture_until_preempted(
     dataset: Dataset,
     prompts: list[list[int]],
     num_tokens: int,
-    expected: ExpectedStates,
+    target: CapturedTarget,
     root: Path,
 ) -> Iterator[tuple[HiddenStateStore, list[list[int]]]]:
     """Have completions grow, next to prompts that are being captured, until vLLM preempts one.
@@ -114,7 +115,7 @@ def capture_until_preempted(
             growing = pool.submit(
                 answer_prompts, writer, prompts, sampling, output=output, model_fingerprint="f"
             )
-            capture_store(client, dataset, root / f"preempted-{number}", expected, root)
+            capture_store(client, dataset, root / f"preempted-{number}", target, root)
             answers = growing.result()
         writer.close()
         yield HiddenStateStore(root / f"preempted-{number}"), answers

@@ -17,13 +17,12 @@ from transformers import (
 
 from data.capture.hf import HiddenStateCapture
 from data.capture.vllm.arguments import CaptureEngine
-from data.capture.vllm.client import ExpectedStates
 from data.samples import CapturedSample
 from data.store import HiddenStateStore
 from data.store.codec import decode, encode
 from data.target.loading import load_target
 from data.target.modules import locate
-from data.target.parts import load_target_parts
+from data.target.parts import CapturedTarget, load_target_parts
 from data.target.spec import TargetSpec
 
 VOCAB_SIZE, MAX_TOKENS = 100, 150
@@ -89,24 +88,12 @@ def make_samples(num_samples: int, seed: int = 0) -> Dataset:
 def capture_engine(
     spec: TargetSpec, aux_layer_ids: tuple[int, ...], root: Path, **extra: object
 ) -> CaptureEngine:
-    parts = load_target_parts(spec)
-    return CaptureEngine(
-        target=spec.model,
-        aux_layer_ids=aux_layer_ids,
-        num_layers=parts.num_layers,
-        max_tokens=MAX_TOKENS,
-        roots=[str(root)],
-        dtype="float32",
-        target_fingerprint=parts.fingerprint,
-        extra={"kv_cache_memory_bytes": KV_CACHE_BYTES} | extra,
-    )
+    extra = {"kv_cache_memory_bytes": KV_CACHE_BYTES} | extra
+    return CaptureEngine(captured_target(spec, aux_layer_ids), MAX_TOKENS, [str(root)], extra)
 
 
-def expected_states(spec: TargetSpec, aux_layer_ids: tuple[int, ...]) -> ExpectedStates:
-    parts = load_target_parts(spec)
-    return ExpectedStates(
-        spec.model, parts.fingerprint, torch.float32, aux_layer_ids, parts.hidden_size, parts.num_layers
-    )
+def captured_target(spec: TargetSpec, aux_layer_ids: tuple[int, ...]) -> CapturedTarget:
+    return CapturedTarget(spec, load_target_parts(spec), aux_layer_ids)
 
 
 def largest_difference(

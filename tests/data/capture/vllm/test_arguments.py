@@ -1,6 +1,8 @@
 """Engines that would give other states, or change a completion."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,11 +13,19 @@ from data.capture.vllm.server_info import ServerInfo
 from data.generation.vllm import check_unchanged
 from data.target.architecture import from_architecture
 from data.target.loading import load_config
+from data.target.parts import CapturedTarget, load_target_parts
+from data.target.spec import TargetSpec
 from eagle31.errors import UserError
-from eagle31.json_files import read_json
 from tests.data.capture.vllm.servers import INFO
 from tests.data.target.tiny_target import save_target
 from train.evaluation.serving import EngineSpec
+
+
+def engine(family: str = "qwen3", aux_layer_ids: tuple[int, ...] = (1,), **extra: object) -> CaptureEngine:
+    """Return an engine of a target whose weights do not matter."""
+    config = from_architecture({"model_type": family})
+    parts: Any = SimpleNamespace(config=config, num_layers=4, fingerprint="f", dtype_name="float32")
+    return CaptureEngine(CapturedTarget(TargetSpec("target"), parts, aux_layer_ids), 100, [], extra)
 
 
 @pytest.mark.parametrize(
@@ -30,9 +40,9 @@ def test_arguments_that_divide_or_change_the_states_are_refused(
     name: str, value: object, reason: str
 ) -> None:
     with pytest.raises(UserError, match=f"vllm.engine_args.{name}={value}: .*{reason}"):
-        CaptureEngine("target", (1,), 4, 100, [], extra={name: value})
+        engine(**{name: value})
     harmless = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "kv_cache_dtype": "fp8"}
-    assert CaptureEngine("target", (1,), 4, 100, [], extra=harmless).arguments()["async_scheduling"] is False
+    assert engine(**harmless).arguments()["async_scheduling"] is False
 
 
 def test_a_target_with_several_residual_streams_is_captured_by_transformers() -> None:
@@ -43,7 +53,7 @@ def test_a_target_with_several_residual_streams_is_captured_by_transformers() ->
 
 def test_the_embedding_output_of_a_target_with_latent_attention_is_refused() -> None:
     with pytest.raises(UserError, match=r"aux_layer_ids=\[0, 2\]: vLLM gives no embedding output"):
-        CaptureEngine("target", (0, 2), 4, 100, [], mla=True)
+        engine("deepseek_v3", (0, 2))
 
 
 def test_what_vllm_refuses_names_the_users_argument(tmp_path: Path) -> None:
@@ -60,13 +70,14 @@ def test_what_vllm_refuses_names_the_users_argument(tmp_path: Path) -> None:
 
 @pytest.mark.full("it imports vLLM")
 def test_vllm_checks_the_arguments_without_the_weights(vllm_python: Path, tmp_path: Path) -> None:
-    target = save_target(tmp_path).checkpoint.path
+    spec = save_target(tmp_path)
+    target = CapturedTarget(spec, load_target_parts(spec), (1,))
     for weights in tmp_path.glob("*.safetensors"):
         weights.unlink()
     given = {"max_num_seqs": 0}
     # A prompt may fill all of the target's positions, of which vLLM wants one more.
-    positions = read_json(Path(target) / "config.json")["max_position_embeddings"]
-    engine = CaptureEngine(target, (1,), 4, positions, [], extra=given)
+    positions = target.parts.config.max_position_embeddings
+    engine = CaptureEngine(target, positions, [], given)
     with pytest.raises(UserError, match=r"vllm\.engine_args\.max_num_seqs=0: .*greater than or equal to 1"):
         check_engine_args(vllm_python, engine.answer_command_line(), given)
 
@@ -125,12 +136,11 @@ def test_completions_that_capture_can_change_are_refused(
 def test_a_cpu_gets_the_backend_that_has_kernels_for_float32(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    dtype = "float32"
     (tmp_path / "config.json").write_text("{}")
 
     def choices() -> list[object]:
-        capture = CaptureEngine("target", (1,), 4, 100, [], dtype=dtype)
-        drafting = EngineSpec("target", tmp_path, k=3, dtype=dtype).arguments()
+        capture = engine()
+        drafting = EngineSpec("target", tmp_path, k=3, dtype="float32").arguments()
         return [
             capture.arguments().get("attention_backend"),
             capture.answer_arguments().get("attention_backend"),
@@ -140,9 +150,9 @@ def test_a_cpu_gets_the_backend_that_has_kernels_for_float32(
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert choices() == ["CPU_MLA"] * 4
-    own = CaptureEngine("target", (1,), 4, 100, [], dtype=dtype, extra={"attention_config": {}})
+    own = engine(attention_config={})
     assert "attention_backend" not in own.arguments()
-    line = CaptureEngine("target", (1,), 4, 100, [], dtype=dtype).command_line()
+    line = engine().command_line()
     assert line[line.index("--attention-backend") + 1] == "CPU_MLA"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert choices() == [None] * 4

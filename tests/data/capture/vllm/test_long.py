@@ -35,8 +35,8 @@ def test_samples_of_65536_tokens_pass_a_spool_that_holds_one(
     server = server_process(engine.command_line(), tmp_path / "server.log", STALL_SECONDS)
     with contextlib.closing(server):
         server.wait_until_ready(progress=False)
-        client, expected = VllmClient(server.url, 2, KEY), targets.expected_states(spec, IDS)
-        capture_store(client, dataset, tmp_path / "store", expected, tmp_path, spool_gb=0.02)
+        client, target = VllmClient(server.url, 2, KEY), targets.captured_target(spec, IDS)
+        capture_store(client, dataset, tmp_path / "store", target, tmp_path, spool_gb=0.02)
     store = HiddenStateStore(tmp_path / "store")
     # Of transformers, which computes each at once.
     assert targets.largest_difference(store, dataset, spec, IDS) < 1e-4

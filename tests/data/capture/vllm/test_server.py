@@ -49,7 +49,7 @@ from tests.data.capture.vllm.targets import (
     STOP_TOKEN_IDS,
     VOCAB_SIZE,
     capture_engine,
-    expected_states,
+    captured_target,
     greedy_answers,
     largest_difference,
     largest_shortfall,
@@ -131,8 +131,8 @@ def client(server: Server, concurrency: int) -> VllmClient:
 
 
 def capture(server: Server, dataset: Dataset, directory: Path, spec: TargetSpec, **changes: object) -> None:
-    expected = replace(expected_states(spec, IDS), **changes)  # type: ignore[arg-type]
-    capture_store(client(server, 8), dataset, directory, expected, directory.parent)
+    target = replace(captured_target(spec, IDS), **changes)  # type: ignore[arg-type]
+    capture_store(client(server, 8), dataset, directory, target, directory.parent)
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -145,11 +145,14 @@ def is_alive(process: psutil.Process) -> bool:
 def test_servers_that_are_set_up_differently_are_refused(
     server: Server, spec: TargetSpec, root: Path
 ) -> None:
-    dataset, expected = make_samples(4), expected_states(spec, IDS)
+    dataset, target = make_samples(4), captured_target(spec, IDS)
+    parts = target.parts
     cases: dict[str, dict[str, object]] = {
         r"aux layer ids are \[0, 1, 2, 3, 4\], not \[0, 2\]": {"aux_layer_ids": (0, 2)},
-        "dtype is float32, not bfloat16": {"dtype": torch.bfloat16},
-        "or it has other weights": {"target_fingerprint": "another"},
+        "dtype is float32, not bfloat16": {
+            "parts": replace(parts, embed_tokens=parts.embed_tokens.bfloat16())
+        },
+        "or it has other weights": {"parts": replace(parts, fingerprint="another")},
     }
     for number, (message, other) in enumerate(cases.items()):
         with pytest.raises(UserError, match=message):
@@ -160,7 +163,7 @@ def test_servers_that_are_set_up_differently_are_refused(
         capture(server, too_long, root / "refused-long", spec)
     nobody = VllmClient(f"http://{NOBODY}", 1)
     with pytest.raises(UserError, match=r"None has answered .*No server answers at this address"):
-        capture_store(nobody, dataset, root / "refused-down", expected, root, patience_seconds=1.0)
+        capture_store(nobody, dataset, root / "refused-down", target, root, patience_seconds=1.0)
 
 
 def test_a_server_whose_probabilities_are_not_those_of_the_head_is_refused(
@@ -228,9 +231,9 @@ def capture_while_answering(
 
     In the end two prompts have a block of the cache in common.
     """
-    dataset, expected = make_samples(num_samples, seed=1), expected_states(spec, IDS)
+    dataset, target = make_samples(num_samples, seed=1), captured_target(spec, IDS)
     prompts = [prompt[:60] for prompt in make_prompts(num_prompts) if len(prompt) >= 60]
-    attempts = capture_until_preempted(server.url, dataset, prompts, num_tokens, expected, root)
+    attempts = capture_until_preempted(server.url, dataset, prompts, num_tokens, target, root)
     for states, answers in attempts:
         assert largest_difference(states, dataset, spec, IDS) < 1e-5
         assert largest_shortfall(spec, prompts, answers) < NEAR_TIE
@@ -262,7 +265,7 @@ def test_a_server_lets_only_requests_with_its_key_in_and_only_those_of_a_run(
     assert httpx.get(f"{server.url}/health").status_code == 200
     stranger = VllmClient(server.url, 8, "the-key-of-another")
     with pytest.raises(UserError, match="demands another key; set VLLM_API_KEY") as caught:
-        capture_store(stranger, make_samples(2), root / "stranger", expected_states(spec, IDS), root)
+        capture_store(stranger, make_samples(2), root / "stranger", captured_target(spec, IDS), root)
     assert "the-key-of" not in str(caught.value)
 
 
@@ -312,7 +315,7 @@ def test_an_8_bit_cache_leaves_the_hidden_states_exact(vllm_python: Path, tmp_pa
     with contextlib.closing(process):
         process.wait_until_ready(progress=False)
         connected = VllmClient(process.url, 8, KEY, process.check, STALL_SECONDS)
-        capture_store(connected, dataset, tmp_path / "store", expected_states(spec, ids), tmp_path)
+        capture_store(connected, dataset, tmp_path / "store", captured_target(spec, ids), tmp_path)
     store = HiddenStateStore(tmp_path / "store")
     embedding = load_target_parts(spec).embed_tokens
     for sample in store.get_many(range(len(store))):
@@ -347,7 +350,7 @@ def test_the_engines_of_one_server_share_a_capture(
         process.wait_until_ready(progress=False)
         killer = Thread(target=kill_an_engine_midway)
         killer.start()
-        capture_store(connected, dataset, store, expected_states(spec, IDS), tmp_path)
+        capture_store(connected, dataset, store, captured_target(spec, IDS), tmp_path)
         killer.join()
         assert process.num_starts == 2
     finished = HiddenStateStore(store)
