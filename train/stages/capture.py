@@ -27,7 +27,7 @@ from train.stages.states import (
 )
 from train.target import Target
 
-SHARD_TOKENS = 65_536  # in one file of the store; a writer has the memory of three files
+SHARD_TOKENS = 65_536  # in one file of the store; a writer has the memory of two files
 # Fields of a given store that may differ: the same target may be elsewhere, and its fingerprint says whether
 # it is the same.
 _PLACES = frozenset({"target", "target_revision"})

@@ -13,9 +13,8 @@ import torch
 
 from data.store import HiddenStateStore
 from data.store import writer as writer_module
-from data.store.codec import encode
 from data.store.index import missing_ids, write_manifest
-from data.store.shards import SHARD_NAME, FinishedShards, ShardFile
+from data.store.shards import SHARD_NAME, FinishedShards, ShardFile, write_shard
 from data.store.writer import StoreWriter, remove_leftovers
 from eagle31.errors import UserError
 from tests.data.store.samples import (
@@ -68,21 +67,24 @@ def test_another_process_under_the_same_name_is_refused_and_loses_nothing(tmp_pa
     assert captured_ids(tmp_path) == {2}
 
 
-def test_append_waits_while_too_much_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    most, sample = 0, make_sample(0)  # 5 tokens
-    size = sample.aux_hidden_states.nbytes + sample.final_hidden_states.nbytes
+def test_a_shard_fills_while_the_one_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample, num_appended, num_written, held = make_sample(0), 0, 0, []  # of 5 tokens
 
-    def encode_slowly(*arguments):
-        nonlocal most
-        time.sleep(0.01)
-        most = max(most, len(writer._waiting))
-        return encode(*arguments)
+    def write_slowly(path, samples):
+        nonlocal num_written
+        time.sleep(0.02)
+        held.append(num_appended - num_written)
+        num_written += len(samples)
+        write_shard(path, samples)
 
-    monkeypatch.setattr(writer_module, "encode", encode_slowly)
-    with StoreWriter(tmp_path, "a", EXACT, 1000, queue_bytes=2 * size) as writer:
+    monkeypatch.setattr(writer_module, "write_shard", write_slowly)
+    with StoreWriter(tmp_path, "a", EXACT, shard_tokens=10) as writer:
         for sample_id in range(12):
+            num_appended += 1
             writer.append(sample_id, sample)
-    assert most == 2
+    assert max(held) == 4
     assert captured_ids(tmp_path) == set(range(12))
 
 
