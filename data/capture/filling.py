@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset
-from numpy.typing import NDArray
 
 from data.capture.tokens import dataset_lengths, dataset_rows
 from data.progress import Progress
@@ -151,18 +150,12 @@ def check_store_refusals(store: StoreSpec) -> dict[int, str]:
     return found
 
 
-def estimate_bytes(rows: NDArray, shape: StateShape, codec: str) -> int:
-    """Return the size of samples in a store without its headers. rows int64 [n, 3], from `dataset_rows`."""
-    total = Rows(*map(int, rows.sum(axis=0)))
-    return encoded_bytes(codec, total, shape.num_aux_layers, shape.hidden_size, shape.dtype)
-
-
 def check_space(store: StoreSpec, missing: Sequence[int], shape: StateShape) -> None:
     """Print how much will be captured; raise UserError where the disk cannot hold it."""
-    rows = dataset_rows(store.dataset)[missing]
-    needed, free = estimate_bytes(rows, shape, store.codec), shutil.disk_usage(store.directory).free
+    rows = Rows(*dataset_rows(store.dataset)[missing].sum(axis=0).tolist())
+    needed, free = encoded_bytes(store.codec, rows, shape), shutil.disk_usage(store.directory).free
     print(
-        f"capture: {len(rows):,} samples, {rows[:, 0].sum():,} tokens to {store.directory}, "
+        f"capture: {len(missing):,} samples, {rows.tokens:,} tokens to {store.directory}, "
         f"{needed / 1e9:.2f} GB ({store.codec}) of {free / 1e9:.2f} GB free",
         file=sys.stderr,
     )

@@ -6,20 +6,18 @@ and decode to zeros.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from data.samples import CapturedSample
+from data.samples import CapturedSample, StateShape
 
 CODECS = ("exact", "bf16", "fp8")  # each holds less than the one before
 STATES = ("aux_hidden_states", "final_hidden_states")
-# Which of `Rows` an encoded tensor has.
-ROWS_OF = {"input_ids": "tokens", "loss_mask": "tokens"} | {
-    name + suffix: rows
-    for name, rows in zip(STATES, ("aux", "final"), strict=True)
-    for suffix in ("", "_exponents")
+# The index of the number in `Rows` that an encoded tensor has.
+ROWS_OF = {"input_ids": 0, "loss_mask": 0} | {
+    name + suffix: index for index, name in enumerate(STATES, 1) for suffix in ("", "_exponents")
 }
 _EXPONENTS = "_exponents"  # suffix of a state's name
 _BIAS, _NAN_EXPONENT = 127, 255
@@ -31,8 +29,7 @@ _PART_VALUES = 1 << 18  # converted to fp8 at a time on a CPU
 _TOKEN_BYTES = 5  # input_ids int32, loss_mask bool
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """The number of rows of each kind that are kept, of one sample or summed over many."""
 
     tokens: int
@@ -67,15 +64,11 @@ def kept_rows(loss_mask: Tensor) -> Rows:
     return Rows(len(loss_mask), supervised_aux(supervised), int(supervised.sum()))
 
 
-def encoded_bytes(codec: str, rows: Rows, num_aux_layers: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Return the exact size that `encode` gives samples with these rows.
-
-    Args:
-        dtype: the target's dtype.
-    """
-    width = {"exact": dtype.itemsize, "bf16": 2, "fp8": 1}[codec]
-    state = hidden_size * width + (codec == "fp8")
-    return rows.tokens * _TOKEN_BYTES + (rows.aux * num_aux_layers + rows.final) * state
+def encoded_bytes(codec: str, rows: Rows, shape: StateShape) -> int:
+    """Return the exact size that `encode` gives samples of the target's states with these rows."""
+    width = {"exact": shape.dtype.itemsize, "bf16": 2, "fp8": 1}[codec]
+    state = shape.hidden_size * width + (codec == "fp8")
+    return rows.tokens * _TOKEN_BYTES + (rows.aux * shape.num_aux_layers + rows.final) * state
 
 
 def encode(

@@ -25,8 +25,6 @@ from eagle31.errors import UserError
 from eagle31.tensor_files import DTYPES, TensorEntry, read_header
 
 SHARD_NAME = re.compile(r"shard-(?P<writer>[A-Za-z0-9_-]+)-(?P<number>\d{5,})\.safetensors")
-# The kinds of rows, in the order of the column `rows`.
-KINDS = ("tokens", "aux", "final")
 # What a shard has of each sample besides its tensors: its id, its number of rows of each kind, its crc32.
 _SAMPLE_IDS, _ROWS, _CHECKSUMS = "sample_ids", "rows", "checksums"
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -224,23 +222,22 @@ class ShardFile:
         """Return an encoded sample, whose tensors share one block of memory, and its checksum.
 
         Args:
-            starts, rows: the first row and the number of rows of each of `KINDS`.
+            starts, rows: the first row and the number of rows of each kind, as in `Rows`.
             allocate: returns uint8 memory for the tensors, of this size or larger.
 
         Raises:
             OSError: the file ends before these rows, or cannot be read.
         """
-        first, num = dict(zip(KINDS, starts, strict=True)), dict(zip(KINDS, rows, strict=True))
-        sizes = {name: num[ROWS_OF[name]] * self._columns[name].row_bytes for name in self._names}
+        sizes = {name: rows[ROWS_OF[name]] * self._columns[name].row_bytes for name in self._names}
         num_bytes = sum(sizes.values())
         block = allocate(num_bytes)[:num_bytes]
         view, tensors, offset = block.numpy().data, {}, 0
         pieces = []
         for name, size in sizes.items():
             column = self._columns[name]
-            position = column.start + first[ROWS_OF[name]] * column.row_bytes
+            position = column.start + starts[ROWS_OF[name]] * column.row_bytes
             pieces.append((view[offset : offset + size], position))
-            shape = (num[ROWS_OF[name]], *column.row_shape)
+            shape = (rows[ROWS_OF[name]], *column.row_shape)
             tensors[name] = block[offset : offset + size].view(column.dtype).reshape(shape)
             offset += size
         self._file.fill(pieces)

@@ -18,11 +18,12 @@ from train.config.run import RunConfig, states_directory
 
 def spool_transport(spool: Spool, target: CapturedTarget) -> OpenTransport:
     """Return a spool as the transport of the target's states from vLLM's servers."""
-    num_layers, size, dtype = target.num_aux_layers, target.parts.hidden_size, target.parts.dtype
+    dtype = target.parts.dtype if spool.codec == "exact" else torch.bfloat16
+    shape = StateShape(target.num_aux_layers, target.parts.hidden_size, dtype)
     return OpenTransport(
         spool,
-        StateShape(num_layers, size, dtype if spool.codec == "exact" else torch.bfloat16),
-        lambda loss_mask: file_bytes(spool.codec, loss_mask, num_layers, size, dtype),
+        shape,
+        lambda loss_mask: file_bytes(spool.codec, loss_mask, shape),
         partial(capture_params, spool),
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from data.samples import StateShape
 from data.store.codec import Rows, encoded_bytes
 from data.target.architecture import attention_flops, cached_elements
 from eagle31.cost.flops import StepFlops, step_flops, typical_counts
@@ -225,4 +226,5 @@ def _encoded_bytes(sizes: RunSizes, codec: str, num_tokens: int, fraction: float
     # bfloat16 if the dtype is unknown.
     dtype = getattr(torch, sizes.config.target.dtype, torch.bfloat16)
     rows = Rows(num_tokens, num_tokens, round(num_tokens * fraction))
-    return encoded_bytes(codec, rows, len(drafter.aux_layer_ids), drafter.target_hidden_size, dtype)
+    shape = StateShape(len(drafter.aux_layer_ids), drafter.target_hidden_size, dtype)
+    return encoded_bytes(codec, rows, shape)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from data.capture.transport.protocol import StateRequest
-from data.samples import CapturedSample
+from data.samples import CapturedSample, StateShape
 from data.store.codec import ROWS_OF, decode, encode, encoded_bytes, kept_rows, supervised_final
 from data.store.shards import bytes_of, file_header, sample_checksum
 from eagle31.errors import UserError
@@ -150,7 +150,7 @@ class _SampleFile:
         ids, mask = self._request.input_ids[first:end], self._request.loss_mask[first:end]
         tensors = encode(CapturedSample(ids, mask, aux, final), self._codec, self._supervised, first)
         if not self._ends:
-            rows = vars(kept_rows(self._request.loss_mask))
+            rows = kept_rows(self._request.loss_mask)
             columns = {
                 name: (one.dtype, [rows[ROWS_OF[name]], *one.shape[1:]]) for name, one in tensors.items()
             }
@@ -175,12 +175,9 @@ class _SampleFile:
         self._ends[name] = self._file.tell()
 
 
-def file_bytes(
-    codec: str, loss_mask: Tensor, num_aux_layers: int, hidden_size: int, dtype: torch.dtype
-) -> int:
-    """Return the largest size of a sample's file. loss_mask bool [T]; `dtype` is the target's."""
-    rows = kept_rows(loss_mask)
-    return encoded_bytes(codec, rows, num_aux_layers, hidden_size, dtype) + _FILE_BYTES
+def file_bytes(codec: str, loss_mask: Tensor, shape: StateShape) -> int:
+    """Return the largest size of the file of a sample of the target's states. loss_mask bool [T]."""
+    return encoded_bytes(codec, kept_rows(loss_mask), shape) + _FILE_BYTES
 
 
 @contextmanager

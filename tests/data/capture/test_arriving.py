@@ -91,7 +91,7 @@ def used_bytes(spool: Spool) -> int:
 
 
 def sample_bytes(loss_mask: torch.Tensor) -> int:
-    return file_bytes(CODEC, loss_mask, *vars(SHAPE).values())
+    return file_bytes(CODEC, loss_mask, SHAPE)
 
 
 def states_from(dataset: Dataset, engine: Any, spool: Spool, spool_bytes: int = 10**8) -> ArrivingStates:

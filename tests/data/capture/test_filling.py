@@ -13,7 +13,6 @@ from torch import Tensor
 from data.capture import filling
 from data.capture.filling import (
     StoreSpec,
-    estimate_bytes,
     fill_store,
     finish_store,
     open_store,
@@ -24,7 +23,7 @@ from data.capture.hf_source import TransformersStates, capture_samples
 from data.capture.tokens import dataset_lengths, dataset_rows, tokens_fingerprint
 from data.samples import CapturedSample, StateShape
 from data.store import HiddenStateStore
-from data.store.codec import decode, encode
+from data.store.codec import Rows, decode, encode, encoded_bytes
 from data.store.index import refuse
 from data.store.manage import retry
 from data.store.shards import FinishedShards, ShardFile, write_shard
@@ -274,7 +273,8 @@ def test_a_store_may_lack_half_of_a_few_samples(tmp_path: Path, num_refused: int
 def test_too_small_a_disk_is_refused_before_it_starts(
     tmp_path: Path, capture: CountingCapture, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    needed = estimate_bytes(dataset_rows(make_dataset()), shape_of(capture), CODEC)
+    rows = Rows(*dataset_rows(make_dataset()).sum(axis=0).tolist())
+    needed = encoded_bytes(CODEC, rows, shape_of(capture))
     usage = namedtuple("usage", "free")
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(needed - 1))
     with pytest.raises(UserError, match=r"data\.max_samples, or set capture\.mode=online"):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from data.batches.rows import pack_row
-from data.samples import CapturedSample
+from data.samples import CapturedSample, StateShape
 from data.store.codec import (
     CODECS,
     ROWS_OF,
@@ -50,9 +50,9 @@ def test_sizes_are_known_beforehand(codec: str, dtype: torch.dtype) -> None:
         sample = make_sample(index, dtype)
         tensors = encode(sample, codec)
         rows = kept_rows(sample.loss_mask)
-        assert {n: len(t) for n, t in tensors.items()} == {n: getattr(rows, ROWS_OF[n]) for n in tensors}
+        assert {n: len(t) for n, t in tensors.items()} == {n: rows[ROWS_OF[n]] for n in tensors}
         found = sum(tensor.nbytes for tensor in tensors.values())
-        assert found == encoded_bytes(codec, rows, NUM_LAYERS, HIDDEN_SIZE, dtype)
+        assert found == encoded_bytes(codec, rows, StateShape(NUM_LAYERS, HIDDEN_SIZE, dtype))
 
 
 @pytest.mark.parametrize("seed", range(2))

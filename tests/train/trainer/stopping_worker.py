@@ -116,7 +116,7 @@ def train(directory: Path, zero_stage: int, shared: bool, num_answered: int, wor
         opened = OpenTransport(
             spool,
             SHAPE,
-            lambda mask: file_bytes("exact", mask, *vars(SHAPE).values()),
+            lambda mask: file_bytes("exact", mask, SHAPE),
             lambda request: request,
         )
         states = ArrivingStates(

@@ -73,7 +73,7 @@ def capture_store(
             opened = OpenTransport(
                 spool,
                 shape,
-                lambda mask: file_bytes(CODEC, mask, *vars(shape).values()),
+                lambda mask: file_bytes(CODEC, mask, shape),
                 partial(capture_params, spool),
             )
             source = ArrivingStates(
