@@ -23,7 +23,7 @@ from data.conversations.held_out import (
 )
 from data.conversations.near_duplicates import near_duplicates
 from data.conversations.preformatted import SplitText, not_split
-from data.conversations.reading import ConversationReader, Source, first_reasons
+from data.conversations.reading import ConversationReader, Source, print_left_out
 from data.conversations.schemas import Conversation, listed
 from data.conversations.table import ConversationTable, Selection
 from eagle31.errors import UserError
@@ -154,11 +154,6 @@ def remove_tables(directory: Path) -> None:
     """Remove the files of `mix`, whose conversations are then used."""
     for name in (_TABLE, _EVAL_TABLE, _TRAINING):
         (directory / name).unlink(missing_ok=True)
-
-
-def print_left_out(what: str, left_out: Sequence[tuple[str, str]]) -> None:
-    """Print the number of things that are left out and the first reasons."""
-    print(f"data: {len(left_out):,} {what} and left out:{first_reasons(left_out)}", flush=True)
 
 
 def _read(mixture: Mixture, sources: Mapping[str, Source], path: Path, evaluated: EvaluationPrompts) -> _Read:

@@ -222,3 +222,8 @@ def first_reasons(left_out: Sequence[tuple[str, str]]) -> str:
     """Format the first few (location, reason) pairs, each on a new line; long reasons are cut."""
     shown = "".join(f"\n  {where}: {reason[:_SHOWN_CHARACTERS]}" for where, reason in left_out[:_NUM_SHOWN])
     return shown + ("\n  ..." if len(left_out) > _NUM_SHOWN else "")
+
+
+def print_left_out(what: str, left_out: Sequence[tuple[str, str]]) -> None:
+    """Print the number of things that are left out and the first reasons."""
+    print(f"data: {len(left_out):,} {what} and left out:{first_reasons(left_out)}", flush=True)

@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
 from functools import partial
@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from data.conversations import template
 from data.conversations.choices import Turns
 from data.conversations.masks import RenderedConversation, render
-from data.conversations.reading import first_reasons
-from data.conversations.schemas import Conversations
+from data.conversations.reading import first_reasons, print_left_out
+from data.conversations.schemas import Conversation, Conversations
 from data.conversations.template import TemplateRefused, has_markers, template_fingerprint
 from data.conversations.token_bytes import token_ends
 from data.conversations.workers import map_in_order
@@ -76,16 +76,6 @@ class TokenizeReport:
 
 
 @dataclass(frozen=True)
-class _Settings:
-    tokenizer: PreTrainedTokenizerBase
-    turns: Turns
-    template_kwargs: Mapping[str, Any]
-    eos_token_ids: Collection[int]
-    max_tokens: int
-    vocab_size: int | None
-
-
-@dataclass(frozen=True)
 class _Chunk:
     """The result for a few conversations."""
 
@@ -109,7 +99,6 @@ def tokenize(
     vocab_size: int | None = None,
     enough: Enough | None = None,
     progress: bool = False,
-    on_refused: Callable[[list[tuple[str, str]]], None] = lambda _: None,
 ) -> TokenizeReport:
     """Write the samples as a dataset for `datasets.load_from_disk`.
 
@@ -126,19 +115,24 @@ def tokenize(
         vocab_size: that of the target, which has every token of the data; None: any token is right.
         enough: leaves out the conversations that follow, the same ones for any number of workers.
         progress: reports progress on stderr.
-        on_refused: called once with (id, reason) of the refused conversations, if there are any.
 
     Raises:
         UserError: the template cannot be used or refuses too many conversations, the target lacks a token, or
             no sample is left.
     """
     eos_token_ids = template.eos_token_ids(tokenizer) if eos_token_ids is None else eos_token_ids
-    settings = _Settings(tokenizer, turns, template_kwargs, frozenset(eos_token_ids), max_tokens, vocab_size)
     fingerprint = template_fingerprint(tokenizer, template_kwargs)
     counts, notes, cut_away = Counter[str](), Counter[str](), Counter[int]()
     refused: list[tuple[str, str]] = []
     token_ends(tokenizer, "", [])  # builds its table, which the workers then share
-    tokenize_chunk = partial(_tokenize_chunk, settings, conversations)
+    samples_of = partial(
+        render,
+        tokenizer,
+        turns=turns,
+        template_kwargs=template_kwargs,
+        eos_token_ids=frozenset(eos_token_ids),
+    )
+    tokenize_chunk = partial(_tokenize_chunk, conversations, samples_of, tokenizer, max_tokens, vocab_size)
     parts = output_dir.with_name(f"{output_dir.name}-parts")
     parts.mkdir(parents=True, exist_ok=True)
     done = len([*parts.glob("*.arrow")])
@@ -179,8 +173,7 @@ def tokenize(
     _check(report, refused, cut_away, max_tokens, tokenizer)
     for note, count in notes.items():
         print(f"data: {count:,} {note}", file=sys.stderr, flush=True)
-    if refused:
-        on_refused(refused)
+    print_refused(refused)
     print_markers(report.num_with_markers)
     found = [datasets.Dataset.from_file(str(part)) for part in sorted(parts.glob("*.arrow"))]
     save_dataset(datasets.concatenate_datasets(found), output_dir)
@@ -193,55 +186,54 @@ def _chunks(first: int, num_conversations: int) -> Iterator[range]:
         yield range(start, min(start + _CHUNK_CONVERSATIONS, num_conversations))
 
 
-def _tokenize_chunk(settings: _Settings, conversations: Conversations, indices: range) -> _Chunk:
+def _tokenize_chunk(
+    conversations: Conversations,
+    samples_of: Callable[[Conversation], list[RenderedConversation]],
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    vocab_size: int | None,
+    indices: range,
+) -> _Chunk:
     counts = Counter(num_conversations=len(indices))
     notes, cut_away = Counter[str](), Counter[int]()
     refused: list[tuple[str, str]] = []
     samples: list[tuple[str, RenderedConversation]] = []
     for conversation in map(conversations.__getitem__, indices):
-        counts["num_with_markers"] += has_markers(settings.tokenizer, conversation.messages)
+        counts["num_with_markers"] += has_markers(tokenizer, conversation.messages)
         try:
-            rendered = render(
-                settings.tokenizer,
-                conversation,
-                turns=settings.turns,
-                template_kwargs=settings.template_kwargs,
-                eos_token_ids=settings.eos_token_ids,
-            )
+            rendered = samples_of(conversation)
         except TemplateRefused as error:
             refused.append((conversation.id, error.remedy))
             continue
         for sample in rendered:
             notes += sample.notes
-        samples += [(conversation.id, sample) for sample in _kept(rendered, settings, counts, cut_away)]
+        samples += [(conversation.id, sample) for sample in _kept(rendered, max_tokens, counts, cut_away)]
     for _, sample in samples:
-        if settings.vocab_size is not None:
-            check_ids(settings.tokenizer, sample.input_ids, settings.vocab_size)
+        if vocab_size is not None:
+            check_ids(tokenizer, sample.input_ids, vocab_size)
         counts["num_tokens"] += len(sample.input_ids)
         counts["num_supervised_tokens"] += sum(sample.loss_mask)
     counts["num_samples"] = len(samples)
-    return _Chunk(_record_batch(samples), counts, notes, cut_away, refused)
+    return _Chunk(record_batch(samples), counts, notes, cut_away, refused)
 
 
 def _kept(
-    rendered: list[RenderedConversation],
-    settings: _Settings,
-    counts: Counter[str],
-    cut_away: Counter[int],
+    rendered: list[RenderedConversation], max_tokens: int, counts: Counter[str], cut_away: Counter[int]
 ) -> Iterator[RenderedConversation]:
     for sample in rendered:
         counts["num_straddling"] += sample.num_straddling
-        counts["num_overlong"] += len(sample.input_ids) > settings.max_tokens
+        counts["num_overlong"] += len(sample.input_ids) > max_tokens
         min_tokens = sample.min_tokens
-        if min_tokens is not None and min_tokens <= settings.max_tokens:
-            yield sample.cut(settings.max_tokens)
+        if min_tokens is not None and min_tokens <= max_tokens:
+            yield sample.cut(max_tokens)
             continue
         counts["num_unsupervised"] += 1
         if min_tokens is not None:
             cut_away[min_tokens] += 1
 
 
-def _record_batch(samples: list[tuple[str, RenderedConversation]]) -> pa.RecordBatch:
+def record_batch(samples: Sequence[tuple[str, RenderedConversation]]) -> pa.RecordBatch:
+    """Return samples by their ids as rows of tokenized data."""
     columns = {
         "id": [id for id, _ in samples],
         "input_ids": [sample.input_ids for _, sample in samples],
@@ -285,6 +277,12 @@ def print_markers(num_conversations: int) -> None:
             "conversations have special tokens in the text of a user, a tool or the system, which the target"
         )
         print(f"data: {num_conversations:,} {what} reads as its template's", file=sys.stderr, flush=True)
+
+
+def print_refused(refused: Sequence[tuple[str, str]]) -> None:
+    """Say which conversations the template refused, as (id, reason) pairs, if any."""
+    if refused:
+        print_left_out("conversations are rejected by the chat template", refused)
 
 
 def check_refused(refused: list[tuple[str, str]], num_conversations: int) -> None:

@@ -15,11 +15,10 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
-import pyarrow as pa
 
 from data.capture.dispatch import Refused
+from data.conversations.masks import RenderedConversation
 from data.conversations.reading import first_reasons
-from data.conversations.tokenize import SAMPLE_SCHEMA
 from data.progress import Progress
 from data.sampling import Prompts, Sampling
 from eagle31.errors import UserError
@@ -292,27 +291,17 @@ def answer_prompts(
     return answers
 
 
-def record_batch(
-    samples: Iterable[tuple[str, Sequence[tuple[Sequence[int], Sequence[int]]]]],
-) -> pa.RecordBatch:
-    """Join (id, turns) into the columns of tokenized data; the loss mask covers the answers.
+def joined(turns: Sequence[tuple[Sequence[int], Sequence[int]]]) -> RenderedConversation:
+    """Return the sample of a dialogue, whose loss mask covers the answers.
 
     Args:
-        samples: their turns are pairs of a prompt and an answer of at least two tokens. A prompt begins with
-            the prompt and the answer before it.
+        turns: pairs of a prompt and an answer. A prompt begins with the prompt and the answer before it.
     """
-    columns: dict[str, list[Any]] = {name: [] for name in SAMPLE_SCHEMA.names}
-    for id, turns in samples:
-        prompt, answer = turns[-1]
-        ids = np.concatenate([np.asarray(prompt, np.int32), np.asarray(answer, np.int32)])
-        mask = np.zeros(len(ids), bool)
-        for prompt, answer in turns:
-            mask[len(prompt) : len(prompt) + len(answer)] = True
-        columns["id"].append(id)
-        columns["input_ids"].append(ids)
-        columns["loss_mask"].append(mask)
-        columns["num_prompt_tokens"].append(len(turns[0][0]))
-    return pa.RecordBatch.from_pydict(columns, schema=SAMPLE_SCHEMA)
+    ids = [token for part in turns[-1] for token in part]
+    mask = [False] * len(ids)
+    for prompt, answer in turns:
+        mask[len(prompt) : len(prompt) + len(answer)] = [True] * len(answer)
+    return RenderedConversation(ids, mask)
 
 
 def _checksum(prompt: Sequence[int]) -> int:

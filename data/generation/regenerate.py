@@ -15,14 +15,20 @@ from transformers import PreTrainedTokenizerBase
 from data.conversations.prompts import with_missing_answers
 from data.conversations.schemas import Conversation, Conversations
 from data.conversations.template import TEXT_ARGUMENTS, has_markers
-from data.conversations.tokenize import SAMPLE_SCHEMA, check_refused, print_markers
+from data.conversations.tokenize import (
+    SAMPLE_SCHEMA,
+    check_refused,
+    print_markers,
+    print_refused,
+    record_batch,
+)
 from data.generation.answers import (
     MIN_ANSWER_TOKENS,
     AnswerGenerator,
     Block,
     Turn,
     answer_dialogues,
-    record_batch,
+    joined,
 )
 from data.generation.dialogue import Regenerated, repeats_itself
 from data.refusals import num_allowed
@@ -50,7 +56,6 @@ def regenerate(
     max_tokens: int,
     template_kwargs: dict[str, Any],
     directory: Path,
-    on_refused: Callable[[Refusals], None],
     wait_for: Callable[[Path], None],
     max_samples: int | None = None,
     block_turns: int = BLOCK_TURNS,
@@ -61,7 +66,8 @@ def regenerate(
     """Write the assistant turns one by one, those that are missing too.
 
     Each prompt contains the target's earlier completions. Turns whose prompt continues the prompt and the
-    completion before it share a sample.
+    completion before it share a sample. Conversations that the template refuses end before the refused turn,
+    and are listed.
 
     Conversations are answered in blocks, whose samples go to disk, so that the memory does not depend on
     their number. A block begins before the last conversations of the one before it have ended.
@@ -71,8 +77,6 @@ def regenerate(
             out, and longer answers are cut.
         directory: where each block's answers are written, as `block-00000.jsonl`, and its samples, as
             `block-00000.arrow`. An interrupted run resumes from these files.
-        on_refused: called once with (id, reason) of the conversations that the template refuses; they end
-            before the refused turn.
         wait_for: blocks until a file exists that another driver writes.
         max_samples: the number of samples after which the remaining conversations are left out; None for all.
         block_turns: the number of assistant turns in a block.
@@ -168,7 +172,7 @@ def regenerate(
             samples = (
                 (
                     f"{dialogues[group[0].index].conversation.id}/{group[0].number}",
-                    [(one.prompt, one.ids[: max_tokens - len(one.prompt)]) for one in group],
+                    joined([(one.prompt, one.ids[: max_tokens - len(one.prompt)]) for one in group]),
                 )
                 for group in groups
             )
@@ -231,8 +235,7 @@ def regenerate(
     for note, count in (+notes).items():
         print(f"regenerate: {count:,} {note}", file=sys.stderr, flush=True)
     print_markers(num_with_markers)
-    if refusals:
-        on_refused(refusals)
+    print_refused(refusals)
     if not num_samples:
         return Dataset(SAMPLE_SCHEMA.empty_table())
     files = (str(block_file(number, ".arrow")) for number in sorted(num_samples))

@@ -23,7 +23,7 @@ from data.conversations.prompts import prompt_messages, render_prompt
 from data.conversations.schemas import Conversation, Conversations
 from data.conversations.table import Selection
 from data.conversations.template import TemplateRefused
-from data.conversations.tokenize import Enough, check_refused, save_dataset, tokenize
+from data.conversations.tokenize import Enough, check_refused, print_refused, save_dataset, tokenize
 from data.conversations.trial import try_rendering
 from data.target.tokenizer import check_ids, tokenizer_fingerprint
 from eagle31.errors import UserError
@@ -45,7 +45,6 @@ from train.stages.writing import (
     answer_held_out,
     answer_sampling,
     open_generator,
-    print_refused,
     regenerated,
     self_inputs,
     write_prompts,
@@ -153,7 +152,6 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
             vocab_size=context.target.parts.vocab_size,
             enough=enough,
             progress=True,
-            on_refused=print_refused,
         )
         summary |= asdict(report)
     remove_tables(directory)
@@ -225,10 +223,9 @@ def _held_out_prompts(
         if len(ids) <= room:
             said = {"messages": list(conversation.messages), "tools": conversation.tools}
             rendered.append({"id": conversation.id, "input_ids": list(ids), **said})
-    if refusals:
-        print_refused(refusals)
-        if not rendered:
-            check_refused(refusals, len(held_out))
+    print_refused(refusals)
+    if not rendered:
+        check_refused(refusals, len(held_out))
     num_validation = round(len(rendered) * data.num_validation / (data.num_validation + data.num_test))
     if len(rendered) > 1 and not 0 < num_validation < len(rendered):
         remedy = (

@@ -1,6 +1,5 @@
 """What the target writes for a run: its own prompts, and the answers to training and held-out prompts."""
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -11,10 +10,9 @@ from datasets import Dataset
 
 from data.capture.vllm.client import VllmClient, check_target
 from data.capture.vllm.server_info import ServerInfo
-from data.conversations.mixing import print_left_out
 from data.conversations.schemas import Conversations
-from data.conversations.tokenize import save_dataset
-from data.generation.answers import MIN_ANSWER_TOKENS, AnswerGenerator, answer_prompts, record_batch
+from data.conversations.tokenize import record_batch, save_dataset
+from data.generation.answers import MIN_ANSWER_TOKENS, AnswerGenerator, answer_prompts, joined
 from data.generation.hf import transformers_generator
 from data.generation.regenerate import regenerate
 from data.generation.self_prompts import UserTurn, user_turn, write_self_prompts
@@ -108,7 +106,6 @@ def regenerated(
         max_tokens=context.config.data.max_tokens,
         template_kwargs=target.template_kwargs,
         directory=directory,
-        on_refused=print_refused,
         max_samples=context.config.data.max_samples,
         driver=world.node_rank,
         num_drivers=world.num_nodes,
@@ -134,20 +131,16 @@ def answer_held_out(
         model_fingerprint=target.parts.fingerprint,
         progress=True,
     )
-    batch = record_batch(
-        (prompt["id"], [(prompt["input_ids"], answer)])
+    samples = [
+        (prompt["id"], joined([(prompt["input_ids"], answer)]))
         for prompt, answer in zip(prompts, completions, strict=True)
         if len(answer) >= MIN_ANSWER_TOKENS
-    )
-    dataset = Dataset(pa.Table.from_batches([batch]))
+    ]
+    dataset = Dataset(pa.Table.from_batches([record_batch(samples)]))
     if not len(dataset):
         raise UserError("target.model", target.settings.model, "It completes no held-out prompt.")
     save_dataset(dataset, directory)
     return {"num_prompts": len(dataset), "num_tokens": sum(map(len, completions))}
-
-
-def print_refused(refused: Sequence[tuple[str, str]]) -> None:
-    print_left_out("conversations are rejected by the chat template", refused)
 
 
 def open_generator(context: RunContext, everywhere: bool = True) -> AbstractContextManager[AnswerGenerator]:

@@ -91,19 +91,18 @@ UNSTABLE = templates.CHATML.replace(
 
 @pytest.mark.parametrize("template", [templates.STRICT, UNSTABLE])
 def test_a_few_conversations_that_the_template_cannot_render_are_left_out_and_many_are_a_user_error(
-    tmp_path, template
+    tmp_path, template, capsys
 ):
     tokenizer = byte_level_tokenizer(template)
     twice = [{"role": "user", "content": "and", "thinks": "two"}] * (1 if template == UNSTABLE else 2)
     answer = {"role": "assistant", "content": "six"}
     bad = [Conversation(f"bad-{i}", (*twice, answer)) for i in range(6)]
     good = [conversation(str(i), "and", "six", "and", "six") for i in range(6)]
-    reported = []
-    report = tokenize(
-        bad[:5] + good, tokenizer, output_dir=tmp_path / "out", on_refused=reported.extend, **options()
-    )
+    report = tokenize(bad[:5] + good, tokenizer, output_dir=tmp_path / "out", **options())
     assert (report.num_refused, report.num_samples) == (5, 6)
-    assert [id for id, _ in reported] == [one.id for one in bad[:5]]
+    first, *listed = capsys.readouterr().out.splitlines()
+    assert first == "data: 5 conversations are rejected by the chat template and left out:"
+    assert [line.split(":")[0].strip() for line in listed] == [one.id for one in bad[:5]]
     says = "Remedies" if template == UNSTABLE else "roles must alternate"
     with pytest.raises(UserError, match=rf"6 of 11 conversations refused.*{says}") as caught:
         tokenize(bad + good[:5], tokenizer, output_dir=tmp_path / "no", **options())
@@ -139,7 +138,7 @@ def test_files_of_a_killed_run_are_removed(tmp_path):
     assert not (tmp_path / "out" / "old.arrow").exists()
 
 
-def test_a_killed_run_resumes_with_the_same_samples(tmp_path, monkeypatch):
+def test_a_killed_run_resumes_with_the_same_samples(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tokenize_module, "BLOCK_CONVERSATIONS", 128)
     tokenizer = byte_level_tokenizer(templates.STRICT)
     data = [conversation(str(i), "what " * (1 + 50 * (i % 2)), "six") for i in range(500)]
@@ -157,12 +156,12 @@ def test_a_killed_run_resumes_with_the_same_samples(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         tokenize(data, tokenizer, output_dir=tmp_path / "out", **options(max_tokens=60))
     numbers.clear()
-    refused = []
-    settings = options(max_tokens=60, on_refused=refused.extend, enough=Enough(500, 1))
+    settings = options(max_tokens=60, enough=Enough(500, 1))
+    capsys.readouterr()
     monkeypatch.setattr(tokenize_module, "render", lambda *a, **k: numbers.append(0) or render(*a, **k))
     assert tokenize(data, tokenizer, output_dir=tmp_path / "out", **settings) == whole
     assert len(numbers) == 500 - 256
-    assert [id for id, _ in refused] == ["bad"]
+    assert "\n  bad: " in capsys.readouterr().out
     both = [datasets.load_from_disk(str(tmp_path / name)).to_list() for name in ("whole", "out")]
     assert both[0] == both[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]

@@ -71,7 +71,7 @@ def regenerated(
 
     left = [tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in answers]
     generator = OneAtATime(lambda prompt: left.pop(0))
-    rest: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": [].append}
+    rest: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}}
     rest |= {"directory": directory, "model_fingerprint": "f", "wait_for": Path.stat, **settings}
     sampling = Sampling(100, (tokenizer.convert_tokens_to_ids(stop or tokenizer.eos_token),), 0.0, seed=0)
     return regenerate([Conversation("c", tuple(messages))], tokenizer, generator, sampling, **rest).to_list()

@@ -76,7 +76,7 @@ def regenerated(
     **settings: Any,
 ) -> Dataset:
     sampling = Sampling(MAX_NEW_TOKENS, (tokenizer.eos_token_id,), temperature, seed=0)
-    given: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}, "on_refused": [].append}
+    given: dict[str, Any] = {"max_tokens": 500, "template_kwargs": {}}
     given |= {"directory": directory, "model_fingerprint": "f", "wait_for": never} | settings
     return regenerate(conversations, tokenizer, generator, sampling, **given)
 
@@ -207,16 +207,19 @@ def test_prompts_without_room_are_a_user_error_with_the_limit_that_keeps_nine_te
         num_kept(int(enough) - 1)
 
 
-def test_a_few_conversations_that_the_template_refuses_are_left_out_and_reported(tmp_path: Path) -> None:
+def test_a_few_conversations_that_the_template_refuses_are_left_out_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokenizer = byte_level_tokenizer(STRICT)
     generator = OneAtATime(lambda prompt: [70, 1])
     bad = conversation("bad", ("user", "six"), ANSWER, ("system", "six"), ("user", "seven"), ANSWER)
     good = [conversation(str(i), ("user", "six"), ANSWER) for i in range(5)]
-    reported: list[list[tuple[str, str]]] = []
     for _ in range(2):  # the second run reads a finished block
-        dataset = regenerated(generator, tokenizer, tmp_path, [bad, *good], on_refused=reported.append)
+        dataset = regenerated(generator, tokenizer, tmp_path, [bad, *good])
         assert len(dataset) == 1 + len(good)
-    assert [[name for name, _ in one] for one in reported] == [["bad"], ["bad"]]
+        assert "data: 1 conversations are rejected by the chat template and left out:\n  bad: " in (
+            capsys.readouterr().out
+        )
     with pytest.raises(UserError, match="2 of 3 conversations refused"):
         regenerated(generator, tokenizer, tmp_path / "three", [good[0], bad, bad], block_turns=2)
 
