@@ -16,6 +16,7 @@ from train.config.data import SELF
 from train.config.target import EMBEDDED
 from train.evaluation.agreement import describe_counts
 from train.report.results import (
+    Report,
     acceptance_table,
     describe_conditions,
     describe_mtp_head,
@@ -34,32 +35,20 @@ _IN_ONE_PASS = {"dspark": "DSpark", "dflash": "DFlash"}  # by vLLM's name of the
 _ON_CPU = "-m vllm.entrypoints.openai.api_server --gpu-memory-utilization 0.4 --enforce-eager --model"
 
 
-def write_model_card(
-    export_dir: Path,
-    run_info: dict[str, Any],
-    evaluation: dict[str, Any],
-    serving: dict[str, Any] | None = None,
-) -> None:
+def write_model_card(export_dir: Path, report: Report) -> None:
     """Write the card into the export atomically."""
     config = read_json(export_dir / "config.json")
-    write_text(export_dir / CARD, model_card(run_info, evaluation, config, serving))
+    write_text(export_dir / CARD, model_card(report, config))
 
 
-def model_card(
-    run_info: dict[str, Any],
-    evaluation: dict[str, Any],
-    config: dict[str, Any],
-    serving: dict[str, Any] | None = None,
-) -> str:
+def model_card(report: Report, config: dict[str, Any], drafter: str = "PATH_OF_THIS_DIRECTORY") -> str:
     """Return the card as Markdown with the Hub's YAML front matter.
 
     Args:
-        run_info: describes the run; `target_embedded`, `license` and `hub_id` may be missing.
-        evaluation: the evaluation's results; empty if there are none.
         config: the export's config.json.
-        serving: speed in vLLM, from serving.json.
+        drafter: the name under which it is served.
     """
-    drafter = run_info.get("hub_id") or "PATH_OF_THIS_DIRECTORY"
+    run_info, evaluation, serving = report.run, report.evaluation, report.serving
     (k, choice), layout = served_length(evaluation, serving), layout_of(config)
     architecture, method = run_info["architecture"], served_method(config)
     data = " and ".join(dict.fromkeys(map(_data_name, run_info["train_data"])))
@@ -70,11 +59,7 @@ def model_card(
         target=target_name(run_info),
         warnings=warnings_of(evaluation, run_info),
         evaluation=evaluation,
-        results=_table(*acceptance_table(evaluation)) if evaluation else "",
-        positions=_table(*position_table(evaluation)) if evaluation else "",
-        conditions=describe_conditions(evaluation) if evaluation else "",
-        mtp_head=describe_mtp_head(evaluation) if evaluation else "",
-        completions=describe_counts(evaluation["decoding"]["completions"]) if evaluation else "",
+        **(_results(evaluation) if evaluation else {}),
         served=_table(*speed_table(serving)) if serving else "",
         served_how=describe_serving(serving) if serving else "",
         serve=serve_command(run_info | {"target": target, "export": drafter}, k, layout.value, method),
@@ -91,6 +76,16 @@ def model_card(
         training=_table(("", ""), ("data", data), *training_facts(run_info)),
         versions=_table(("package", "version"), *sorted(run_info["versions"].items())),
     )
+
+
+def _results(evaluation: dict[str, Any]) -> dict[str, str]:
+    return {
+        "results": _table(*acceptance_table(evaluation)),
+        "positions": _table(*position_table(evaluation)),
+        "conditions": describe_conditions(evaluation),
+        "mtp_head": describe_mtp_head(evaluation),
+        "completions": describe_counts(evaluation["decoding"]["completions"]),
+    }
 
 
 def serve_command(

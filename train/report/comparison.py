@@ -7,9 +7,8 @@ from typing import Any
 
 import yaml
 
-from eagle31.errors import UserError
 from train.evaluation.intervals import Interval, length_of, paired_ratio
-from train.report.results import Acceptance, acceptances, read_report, read_serving
+from train.report.results import Acceptance, Report, acceptances, read_report
 from train.tables import aligned
 
 # They say where a run was, not what it did.
@@ -18,13 +17,10 @@ _LEFT_OUT = ("output_dir", "artifacts_dir", "stages", "plan.")
 
 @dataclass(frozen=True)
 class Run:
-    """One run's report."""
+    """One run."""
 
     name: str
-    evaluation: dict[str, Any]
-    info: dict[str, Any]
-    metrics: list[dict[str, Any]]
-    serving: dict[str, Any] | None
+    report: Report
     settings: dict[str, str]  # of config.yaml by dotted name
 
 
@@ -32,25 +28,21 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
     """Read the reports of the runs.
 
     Raises:
-        UserError: one has no report, or was not evaluated.
+        UserError: one has no report.
     """
     runs = []
     for directory in directories:
-        known = read_report(directory)
-        if not known["evaluation"]:
-            remedy = "It was not evaluated; run its recipe with stages=[evaluate,report]."
-            raise UserError("RUN", directory, remedy)
         settings = dict(_leaves(yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))))
-        parts = (known["evaluation"], known["run"], known["metrics"], read_serving(directory))
-        runs.append(Run(str(directory), *parts, settings))
+        runs.append(Run(str(directory), read_report(directory), settings))
     return runs
 
 
 def why_not_comparable(run: Run, reference: Run) -> str | None:
     """Return why a run's acceptance lengths cannot be compared with the reference's; None if they can."""
-    if run.info["target_fingerprint"] != reference.info["target_fingerprint"]:
+    ours, theirs = run.report, reference.report
+    if ours.run["target_fingerprint"] != theirs.run["target_fingerprint"]:
         return "another target"
-    if run.evaluation["trained"]["texts_hash"] != reference.evaluation["trained"]["texts_hash"]:
+    if ours.evaluation["trained"]["texts_hash"] != theirs.evaluation["trained"]["texts_hash"]:
         return "other prompts or completions"
     return None
 
@@ -96,14 +88,19 @@ def _acceptance_rows(run: Run, reference: Run) -> dict[str, str]:
 
 
 def _greedy(run: Run) -> list[Acceptance]:
-    return [one for one in acceptances(run.evaluation) if (one.drafter, one.drafts) == ("trained", "greedy")]
+    return [
+        one
+        for one in acceptances(run.report.evaluation)
+        if (one.drafter, one.drafts) == ("trained", "greedy")
+    ]
 
 
 def _training_rows(run: Run) -> dict[str, str]:
-    info, seconds = run.info, [one["seconds"] for one in run.metrics if one["kind"] == "train"]
+    info = run.report.run
+    seconds = [one["seconds"] for one in run.report.metrics if one["kind"] == "train"]
     speedups = {
         f"speed-up, users = {row['concurrency']}, k = {row['k']}": Interval(**row["speedup"]).shown("x")
-        for row in (run.serving or {"rows": []})["rows"]
+        for row in (run.report.serving or {"rows": []})["rows"]
     }
     return speedups | {
         "steps, exported": f"{info['steps']:,}, {info['best_step']:,}",

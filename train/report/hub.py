@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from eagle31.errors import UserError
 from eagle31.export.read import check_weights
 from eagle31.json_files import read_json
 from train.report.card import CARD, model_card, public_name
-from train.report.results import headline, read_report, read_serving
+from train.report.results import headline, read_report
 
 TOKEN = "HF_TOKEN"
 
@@ -56,12 +57,12 @@ def files_to_push(
     if not (export / "config.json").exists():
         raise UserError("OUTPUT_DIR", output_dir, "It has no export; run its recipe with stages=[export].")
     check_weights(export)
-    known = read_report(output_dir)
-    run_info: dict[str, Any] = known["run"] | {"hub_id": repo_id, "license": license}
+    report = read_report(output_dir)
+    run_info = report.run | {"license": license}
     if base_model is not None:
         run_info |= {"target": base_model, "target_embedded": False}
     config = read_json(export / "config.json")
-    card = model_card(run_info, known["evaluation"], config, read_serving(output_dir))
+    card = model_card(replace(report, run=run_info), config, repo_id)
     config = _without_paths(config, base_model)
     weights: dict[str, Path | bytes] = {path.name: path for path in sorted(export.glob("*.safetensors*"))}
     return weights | {"config.json": json.dumps(config, indent=2).encode(), CARD: card.encode()}
@@ -80,7 +81,7 @@ def _without_paths(config: dict[str, Any], base_model: str | None) -> dict[str, 
 
 def commit_message(output_dir: Path) -> str:
     """Return the commit message, which has the acceptance length."""
-    return headline(read_report(output_dir)["evaluation"]) or "A drafter that was not evaluated"
+    return headline(read_report(output_dir).evaluation)
 
 
 def push(files: dict[str, Path | bytes], repo_id: str, message: str, *, private: bool = True) -> str:

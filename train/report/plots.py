@@ -83,13 +83,13 @@ def svg_uri(panel: Panel) -> str:
 
 
 def run_panels(
-    metrics: Sequence[dict[str, Any]], evaluation: dict[str, Any], best_step: int | None = None
+    metrics: Sequence[dict[str, Any]], evaluation: dict[str, Any], best_step: int
 ) -> dict[str, Panel]:
     """Return the panels on training and acceptance that there is data for, by name.
 
     Args:
         metrics: the lines of metrics.jsonl.
-        evaluation: the evaluation's results; may be empty.
+        evaluation: the evaluation's results.
         best_step: the step whose weights were exported.
     """
     found: list[Panel] = []
@@ -105,17 +105,15 @@ def run_panels(
     if validation := of_kind["validation"]:
         note = "temperature 0, by replay of held-out prompts"
         add("replay", "Acceptance length over training", note, _draw_replay, validation, best_step)
-    if evaluation:
-        trained = evaluation["trained"]["by_draft_length"]
-        untrained = (evaluation.get("untrained") or {}).get("by_draft_length", [])
-        note = f"temperature 0, by replay of {evaluation['num_prompts']} held-out prompts"
-        shaded = f"{note}; shaded: 95 % interval over prompts"
-        title = "Acceptance length by draft length"
-        mtp = (evaluation.get("mtp") or {}).get("by_draft_length", [])
-        add("draft_length", title, shaded, _draw_draft_length, trained, untrained, mtp)
-        stats = trained[evaluation["k"] - 1]
-        note = f"k = {stats['k']}, {note}"
-        add("positions", "Acceptance by position in the draft", note, _draw_positions, stats)
+    trained, untrained = (evaluation[name]["by_draft_length"] for name in ("trained", "untrained"))
+    note = f"temperature 0, by replay of {evaluation['num_prompts']} held-out prompts"
+    shaded = f"{note}; shaded: 95 % interval over prompts"
+    title = "Acceptance length by draft length"
+    mtp = (evaluation.get("mtp") or {}).get("by_draft_length", [])
+    add("draft_length", title, shaded, _draw_draft_length, trained, untrained, mtp)
+    stats = trained[evaluation["k"] - 1]
+    note = f"k = {stats['k']}, {note}"
+    add("positions", "Acceptance by position in the draft", note, _draw_positions, stats)
     if (shown := shown_drift(metrics, best_step)) is not None:
         note = f"mean over heads, last layer, step {shown['step']:,}"
         add("drift_attention", "Where the drafter attends", note, _draw_attention, shown)
@@ -124,12 +122,10 @@ def run_panels(
     return {panel.name: panel for panel in found}
 
 
-def shown_drift(metrics: Sequence[dict[str, Any]], best_step: int | None) -> dict[str, Any] | None:
-    """Return the record of drift nearest to the exported step, or the last one; None without records."""
+def shown_drift(metrics: Sequence[dict[str, Any]], best_step: int) -> dict[str, Any] | None:
+    """Return the record of drift nearest to the exported step; None without records."""
     records = [record for record in metrics if record["kind"] == "drift"]
-    if best_step is None or not records:
-        return records[-1] if records else None
-    return min(records, key=lambda record: abs(record["step"] - best_step))
+    return min(records, key=lambda record: abs(record["step"] - best_step), default=None)
 
 
 def _draw_loss(axes: Axes, train: Sequence[dict[str, Any]]) -> None:
@@ -141,14 +137,13 @@ def _draw_loss(axes: Axes, train: Sequence[dict[str, Any]]) -> None:
     _draw_curves(axes, curves, "nats per token", markersize=0 if len(curves[0][1]) > 1 else 4)
 
 
-def _draw_replay(axes: Axes, validation: Sequence[dict[str, Any]], best_step: int | None) -> None:
+def _draw_replay(axes: Axes, validation: Sequence[dict[str, Any]], best_step: int) -> None:
     curves = []
     for k in sorted({int(k) for record in validation for k in record["acceptance_length"]}, reverse=True):
         records = [record for record in validation if str(k) in record["acceptance_length"]]
         y = [record["acceptance_length"][str(k)] for record in records]
         curves.append((f"k = {k}", [record["step"] for record in records], y))
-    if best_step is not None:
-        axes.axvline(best_step, color=MUTED, linewidth=1, linestyle=":", label=f"best: {best_step:,}")
+    axes.axvline(best_step, color=MUTED, linewidth=1, linestyle=":", label=f"best: {best_step:,}")
     _draw_curves(axes, curves, "tokens per target forward", bottom=0.95)
 
 
@@ -168,9 +163,8 @@ def _draw_draft_length(
     axes.plot(k, [n + 1 for n in k], color=MUTED, linewidth=1, linestyle=":", label="perfect")
     axes.fill_between(k, low, high, color=PALE, linewidth=0, zorder=1)
     axes.plot(k, trained, color=ACCENT, marker="o", label="trained")
-    if untrained_rows:
-        untrained = [row["acceptance_length"] for row in untrained_rows]
-        axes.plot(k, untrained, color=MUTED, marker="o", markersize=4, label="untrained")
+    untrained = [row["acceptance_length"] for row in untrained_rows]
+    axes.plot(k, untrained, color=MUTED, marker="o", markersize=4, label="untrained")
     for row in mtp_rows:  # one, at the length at which it was decoded
         axes.plot(row["k"], row["acceptance_length"], color=WARNING, marker="D", label="target's MTP head")
     for n, value in zip(k, trained, strict=True):

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle31.export.layouts import Layout
 from eagle31.json_files import read_jsonl, write_json, write_text
 from train.evaluation.intervals import Interval, length_of
 from train.report.card import serve_command, target_name
@@ -19,7 +18,6 @@ from train.report.results import (
     fastest,
     headline,
     read_report,
-    read_serving,
     served_length,
     speed_table,
     training_facts,
@@ -39,7 +37,7 @@ def write_report(
 
     Args:
         metrics_path: the run's metrics.jsonl.
-        evaluation: the evaluation's results; parts of it may be missing.
+        evaluation: the evaluation's results.
         run_info: describes the run.
 
     Returns: the path of index.html.
@@ -55,9 +53,9 @@ def write_page(output_dir: Path) -> Path:
     Raises:
         UserError: the run has no report yet.
     """
-    known = read_report(output_dir)
-    metrics, evaluation, run_info = known["metrics"], known["evaluation"], known["run"]
-    best_step, serving = run_info["best_step"], read_serving(Path(output_dir))
+    report = read_report(output_dir)
+    metrics, evaluation, run_info, serving = report.metrics, report.evaluation, report.run, report.serving
+    best_step = run_info["best_step"]
     directory, panels = Path(output_dir) / "report", run_panels(metrics, evaluation, best_step)
     if summary := [panels[name] for name in _SUMMARY if name in panels]:
         save_png(summary, directory / "summary.png", headline(evaluation), panel_inches=4.0)
@@ -68,8 +66,8 @@ def write_page(output_dir: Path) -> Path:
         headlines=_headlines(evaluation, serving),
         warnings=warnings_of(evaluation, run_info),
         acceptance_table=acceptance_table(evaluation),
-        details=details(evaluation) if evaluation else [],
-        conditions=describe_conditions(evaluation) if evaluation else "",
+        details=details(evaluation),
+        conditions=describe_conditions(evaluation),
         run_info=run_info,
         drift=shown_drift(metrics, best_step),
         speed_table=speed_table(serving) if serving else None,
@@ -91,9 +89,9 @@ def write_page(output_dir: Path) -> Path:
         serve=serve_command(
             run_info,
             k,
-            run_info.get("layout", Layout.vllm.value),
+            run_info["layout"],
             run_info["method"],
-            on_cpu=run_info.get("device") == "cpu" and run_info["method"] == "eagle3",
+            on_cpu=run_info["device"] == "cpu" and run_info["method"] == "eagle3",
         ),
         choice=choice,
     )
@@ -103,14 +101,12 @@ def write_page(output_dir: Path) -> Path:
 
 def _headlines(evaluation: dict[str, Any], serving: dict[str, Any] | None) -> list[tuple[str, str, str]]:
     """Return (number, name, comparison) of the figures at the top of the page."""
-    if not evaluation:
-        return []
     found: list[tuple[str, str, str]] = []
     trained, decoding = evaluation["trained"], evaluation["decoding"]
     for k in dict.fromkeys([evaluation["k"], trained["by_draft_length"][-1]["k"]]):
         stats = at_draft_length(trained, k)
         scale = f"95 % interval {length_of(stats).bounds}, perfect {k + 1}"
-        if not found and evaluation.get("untrained"):
+        if not found:
             untrained = at_draft_length(evaluation["untrained"], k)
             scale += f", untrained {untrained['acceptance_length']:.2f}"
         found.append((f"{stats['acceptance_length']:.2f}", f"acceptance length at k = {k}", scale))

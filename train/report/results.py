@@ -1,6 +1,6 @@
 """Readers of evaluation.json and serving.json: what the report, the model card and the tables show."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,18 @@ class Acceptance:
         return at_draft_length(self.measured, draft_tokens)
 
 
-def read_report(output_dir: Path) -> dict[str, Any]:
-    """Return the report's metrics.json: the evaluation, the run and its metrics.
+@dataclass(frozen=True)
+class Report:
+    """The numbers of a finished run."""
+
+    evaluation: dict[str, Any]  # evaluation.json; empty for the card of an export that is not evaluated yet
+    run: dict[str, Any]  # what describes the run
+    metrics: list[dict[str, Any]] = field(default_factory=list)  # the lines of metrics.jsonl
+    serving: dict[str, Any] | None = None  # the speed of the same export in vLLM, from serving.json
+
+
+def read_report(output_dir: Path) -> Report:
+    """Return the numbers in a run's report.
 
     Raises:
         UserError: the run has no report yet.
@@ -42,17 +52,15 @@ def read_report(output_dir: Path) -> dict[str, Any]:
     path = Path(output_dir) / "report" / "metrics.json"
     if not path.exists():
         raise UserError("RUN", output_dir, "It has no report; run its recipe with stages=[report].")
+    served = path.with_name("serving.json")
+    serving = read_json_object(served) if served.exists() else {}
+    of_this_export = serving.get("export") == str((Path(output_dir) / "export").resolve())
     with expecting(path, "a report's numbers"):
         known = read_json_object(path)
-        _ = known["evaluation"].keys(), known["run"].keys(), known["metrics"]
-        return known
-
-
-def read_serving(output_dir: Path) -> dict[str, Any] | None:
-    """Return the speed in vLLM from serving.json; None if there is none, or one of another export."""
-    path = output_dir / "report" / "serving.json"
-    numbers = read_json_object(path) if path.exists() else {}
-    return numbers if numbers.get("export") == str((output_dir / "export").resolve()) else None
+        _ = known["evaluation"].keys(), known["run"].keys()
+        return Report(
+            known["evaluation"], known["run"], known["metrics"], serving if of_this_export else None
+        )
 
 
 def at_draft_length(measured: dict[str, Any], draft_tokens: int) -> dict[str, Any]:
@@ -63,8 +71,6 @@ def at_draft_length(measured: dict[str, Any], draft_tokens: int) -> dict[str, An
 
 def acceptances(evaluation: dict[str, Any]) -> list[Acceptance]:
     """Return all that was measured; the trained drafter's greedy drafts at temperature 0 come first."""
-    if not evaluation:
-        return []
     found = [Acceptance("trained", GREEDY, 0.0, evaluation["trained"])]
     mtp = evaluation.get("mtp") or {}
     if mtp.get("by_draft_length"):
@@ -120,9 +126,7 @@ def served_length(evaluation: dict[str, Any], serving: dict[str, Any] | None) ->
 
 
 def headline(evaluation: dict[str, Any]) -> str:
-    """Return the acceptance length in a sentence; empty without an evaluation."""
-    if not evaluation:
-        return ""
+    """Return the acceptance length in a sentence."""
     stats = at_draft_length(evaluation["trained"], evaluation["k"])
     return f"Acceptance length {stats['acceptance_length']:.2f} at k = {stats['k']}, temperature 0"
 
@@ -211,22 +215,17 @@ def details(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
 
 def training_facts(run_info: dict[str, Any]) -> list[tuple[str, str]]:
     """Return what the drafter is and was trained on, as names and values."""
-    tokens = f", {run_info['num_tokens']:,} tokens" if run_info["num_tokens"] is not None else ""
-    best_step, vocabulary = run_info["best_step"], "the target's full vocabulary"
-    exported = f"; step {best_step:,} is exported" if best_step is not None else ""
-    if run_info["draft_vocab_size"] is not None:
-        coverage = f"{100 * run_info['vocab_coverage']:.2f} % of the training tokens"
-        vocabulary = f"{run_info['draft_vocab_size']:,} tokens, {coverage}"
+    coverage = f"{100 * run_info['vocab_coverage']:.2f} % of the training tokens"
     # With these arguments the target has to be served too.
     template = ", ".join(f"{name}={value}" for name, value in run_info["template_kwargs"].items())
     return [
         *([("chat template", template)] if template else []),
         *([("target revision", revision)] if (revision := run_info.get("target_revision")) else []),
-        ("trained on", f"{run_info['num_samples']:,} samples{tokens}"),
-        ("optimizer steps", f"{run_info['steps']:,}{exported}"),
+        ("trained on", f"{run_info['num_samples']:,} samples, {run_info['num_tokens']:,} tokens"),
+        ("optimizer steps", f"{run_info['steps']:,}; step {run_info['best_step']:,} is exported"),
         ("speculation steps per position", str(run_info["ttt_steps"])),
         ("aux layer ids (decoder layers applied)", ", ".join(map(str, run_info["aux_layer_ids"]))),
-        ("draft vocabulary", vocabulary),
+        ("draft vocabulary", f"{run_info['draft_vocab_size']:,} tokens, {coverage}"),
         ("drafter parameters", f"{run_info['drafter_parameters']:,}"),
         ("recipe", f"{run_info['recipe']}, eagle31 at revision {run_info['git_revision']}"),
     ]
@@ -239,12 +238,9 @@ def format_results(
 ) -> str:
     """Return the results of a run, or those of scripts/evaluate, as tables for the terminal."""
     lines = [f"WARNING: {warning}\n" for warning in warnings_of(evaluation, run_info)]
-    rows: list[tuple[str, str]] = []
-    if evaluation:
-        lines += [*aligned(acceptance_table(evaluation), text_columns=2), ""]
-        lines += [*aligned(position_table(evaluation)), ""]
-        rows += details(evaluation)
+    lines += [*aligned(acceptance_table(evaluation), text_columns=2), ""]
+    lines += [*aligned(position_table(evaluation)), ""]
     if serving:
         lines += [*aligned(speed_table(serving)), describe_serving(serving), ""]
-    rows += [(name, str(run_info[name])) for name in ("export", "report") if run_info and run_info.get(name)]
-    return "\n".join(lines + aligned(rows, text_columns=2))
+    paths = [(name, str(run_info[name])) for name in ("export", "report") if run_info]
+    return "\n".join(lines + aligned([*details(evaluation), *paths], text_columns=2))

@@ -13,7 +13,7 @@ from train.config.run import Stage
 from train.context import RunContext
 from train.drafter.build import frozen_rows
 from train.report.card import write_model_card
-from train.report.results import untrained_warning
+from train.report.results import Report, untrained_warning
 from train.stages.report import describe_run
 from train.stages.vocab import load_projected, load_vocab
 from train.target import Target
@@ -62,7 +62,7 @@ def run_export(context: RunContext, directory: Path) -> dict[str, Any]:
     run_info = describe_run(context) | {"export": context.output_dir / "export"}
     if warning := untrained_warning(run_info):
         print(f"export: WARNING: {warning}", flush=True)
-    write_model_card(directory / "checkpoint", run_info, {})
+    write_model_card(directory / "checkpoint", Report({}, run_info))
     return {"step": step, "validation_acceptance_length": summary["best_validation_acceptance_length"]}
 
 

@@ -11,7 +11,7 @@ from train.config.run import Stage
 from train.config.target import EMBEDDED
 from train.context import RunContext
 from train.report.card import write_model_card
-from train.report.results import format_results, read_serving
+from train.report.results import format_results, read_report
 from train.versions import git_revision, package_versions
 
 
@@ -24,10 +24,9 @@ def run_report(context: RunContext) -> str:
     run_info = describe_run(context) | {"export": context.output_dir / "export"}
     metrics = context.artifacts[Stage.train].directory / "metrics.jsonl"
     run_info["report"] = write_report(context.output_dir, metrics, evaluation, run_info)
-    serving = read_serving(context.output_dir)
-    export = context.artifacts[Stage.export].directory / "checkpoint"
-    write_model_card(export, run_info, evaluation, serving)
-    return format_results(evaluation, run_info, serving)
+    report = read_report(context.output_dir)
+    write_model_card(context.artifacts[Stage.export].directory / "checkpoint", report)
+    return format_results(evaluation, run_info, report.serving)
 
 
 def describe_run(context: RunContext) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def describe_run(context: RunContext) -> dict[str, Any]:
         "draft_vocab_size": vocab["draft_vocab_size"],
         "vocab_coverage": vocab["coverage"],
         "num_samples": captured.get("num_samples", {}).get("train", data["num_samples"]),
-        "num_tokens": captured.get("num_tokens", {}).get("train", data.get("num_tokens")),
+        "num_tokens": captured.get("num_tokens", {}).get("train", data["num_tokens"]),
         "ttt_steps": config.train.ttt_steps,
         "layout": config.export.layout.value,
         "method": served_method(read_raw_config(artifacts[Stage.export].directory / "checkpoint")),

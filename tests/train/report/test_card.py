@@ -13,6 +13,7 @@ from eagle31.export.layouts import Layout
 from tests.eagle31.tiny import DSPARK, tiny_config
 from tests.train.report.finished_run import evaluation, run_info, serving
 from train.report.card import model_card, serve_command
+from train.report.results import Report
 
 CONFIG: dict[str, Any] = {"model_type": "llama", "fc_norm": True, "norm_output": True}
 
@@ -25,7 +26,7 @@ def front_matter(card: str) -> dict[str, Any]:
 def test_front_matter_parses_back() -> None:
     data = ["openai/gsm8k", "/data/private/chat.jsonl", "org/chat"]
     hub = {"target": "Qwen/Qwen3-8B", "train_data": data, "license": "other: ask # first"}
-    card = model_card(run_info() | hub, evaluation(), CONFIG)
+    card = model_card(Report(evaluation(), run_info() | hub), CONFIG)
     assert "`openai/gsm8k` and local files and `org/chat`" in card
     assert "chat.jsonl" not in card
     assert front_matter(card) == {
@@ -43,7 +44,7 @@ def test_paths_are_not_hub_ids_and_are_not_published(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     for target in ("models/mine", str(tmp_path / "models" / "mine")):
         known = run_info() | {"target": target, "train_data": ["/data/private/chat.jsonl"]}
-        card = model_card(known, evaluation(), CONFIG)
+        card = model_card(Report(evaluation(), known), CONFIG)
         assert not {"base_model", "datasets", "license"} & front_matter(card).keys()
         assert not [path for path in (str(tmp_path), "/data/private", "/home/someone") if path in card]
         assert "vllm serve TARGET" in card
@@ -52,7 +53,7 @@ def test_paths_are_not_hub_ids_and_are_not_published(tmp_path: Path, monkeypatch
 
 
 def test_every_number_has_k_temperature_and_engine() -> None:
-    card = model_card(run_info(), evaluation(), CONFIG)
+    card = model_card(Report(evaluation(), run_info()), CONFIG)
     lines = [line for line in card.splitlines() if re.match(r"\| (un)?trained(,| \|)", line)]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     lengths = [row for row in rows if row[2] == "4"]
@@ -70,19 +71,21 @@ def test_every_number_has_k_temperature_and_engine() -> None:
     for shown in ("7 of 8 identical", "not from vLLM"):
         assert shown in card
     assert "users" not in card
-    card = model_card(run_info(), evaluation(), CONFIG, serving("export"))
+    card = model_card(Report(evaluation(), run_info(), serving=serving("export")), CONFIG)
     assert "| 1 | 4 | 41.5 | 74.7 | 1.80x (1.62 to 1.97) | 2.50 |" in card
     assert "vLLM 0.32.0, float32, a CPU; temperature 0, at most 64 tokens per completion." in card
     engine = "vLLM 0.32.0, bfloat16, cuda, 8 at a time"
-    card = model_card(run_info(), evaluation() | {"engine": engine}, CONFIG)
+    card = model_card(Report(evaluation() | {"engine": engine}, run_info()), CONFIG)
     assert f"decoded by {engine}" in card
     assert "not from vLLM" not in card
 
 
 def test_the_arguments_of_the_chat_template_are_stated() -> None:
-    card = model_card(run_info() | {"template_kwargs": {"enable_thinking": False}}, evaluation(), CONFIG)
+    card = model_card(
+        Report(evaluation(), run_info() | {"template_kwargs": {"enable_thinking": False}}), CONFIG
+    )
     assert "| chat template | enable_thinking=False |" in card
-    assert "chat template |" not in model_card(run_info(), evaluation(), CONFIG)
+    assert "chat template |" not in model_card(Report(evaluation(), run_info()), CONFIG)
 
 
 def test_serve_command_survives_the_shell() -> None:
@@ -95,7 +98,7 @@ def test_serve_command_survives_the_shell() -> None:
 
 def test_a_dspark_drafter_is_served_as_one() -> None:
     config = config_json(tiny_config(**DSPARK), Layout.vllm, "bfloat16")
-    card = model_card(run_info() | {"architecture": "LlamaForCausalLM"}, evaluation(), config)
+    card = model_card(Report(evaluation(), run_info()), config)
     assert "# DSpark drafter for" in card
     assert '"method": "dspark"' in card
     assert front_matter(card)["tags"][0] == "dspark"
@@ -120,24 +123,23 @@ def test_the_target_is_served_at_the_revision_and_with_the_code_of_the_run(layou
     words = shlex.split(serve_command(run_info() | named, 3, layout, "eagle3"))
     place = words.index("owner/target")
     assert words[place + 1 : place + 4] == ["--revision", "v 2", "--trust-remote-code"]
-    assert "| target revision | v 2 |" in model_card(run_info() | named, evaluation(), CONFIG)
+    assert "| target revision | v 2 |" in model_card(Report(evaluation(), run_info() | named), CONFIG)
 
 
 def test_the_serve_command_has_the_fastest_draft_length() -> None:
-    card = model_card(run_info(), evaluation(), CONFIG)
+    card = model_card(Report(evaluation(), run_info()), CONFIG)
     assert '"num_speculative_tokens": 4' in card
     assert "scripts/bench/serving EXPORT --target TARGET -k 2 3 4 measures it" in card
     speed = serving("export")
     one, eight = speed["rows"]
     speed["rows"] = [one | {"k": 2, "drafter": 70.0}, one | {"k": 3, "drafter": 80.0}, one, eight]
-    card = model_card(run_info(), evaluation(), CONFIG, speed)
+    card = model_card(Report(evaluation(), run_info(), serving=speed), CONFIG)
     assert '"num_speculative_tokens": 3' in card
     assert "Of the measured k (2, 3, 4), 3 served 1 user fastest." in card
 
 
 def test_card_of_a_run_without_evaluation() -> None:
-    known = run_info() | dict.fromkeys(("best_step", "draft_vocab_size", "num_tokens"))
-    card = model_card(known, {}, CONFIG | {"fc_norm": False, "norm_output": False})
+    card = model_card(Report({}, run_info()), CONFIG | {"fc_norm": False, "norm_output": False})
     assert '"num_speculative_tokens": 3' in card
     assert "# EAGLE 3 drafter" in card
     assert "None" not in card
@@ -145,7 +147,7 @@ def test_card_of_a_run_without_evaluation() -> None:
 
 def test_the_engines_that_serve_the_target_are_named() -> None:
     vllm, sglang = engines()
-    card = model_card(run_info() | {"architecture": "Qwen3ForCausalLM"}, {}, CONFIG)
+    card = model_card(Report({}, run_info() | {"architecture": "Qwen3ForCausalLM"}), CONFIG)
     assert f"`Qwen3ForCausalLM`, is in {vllm} and {sglang}; this export has the layout `vllm`." in card
-    card = model_card(run_info() | {"architecture": "Gemma3ForCausalLM"}, {}, CONFIG)
+    card = model_card(Report({}, run_info() | {"architecture": "Gemma3ForCausalLM"}), CONFIG)
     assert f"**Warning.** {vllm} does not serve Gemma3ForCausalLM with EAGLE 3. {sglang} does" in card

@@ -19,7 +19,7 @@ from tests.train.report.finished_run import (
 )
 from train.report.card import model_card
 from train.report.report import write_page, write_report
-from train.report.results import format_results
+from train.report.results import Report, format_results
 
 
 class Page(HTMLParser):
@@ -92,13 +92,13 @@ def test_drift_is_shown_where_it_was_measured(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("undrawn")
 def test_the_serve_command_of_a_run_without_a_gpu(tmp_path: Path) -> None:
-    page = report(tmp_path, [], {}, device="cpu")
+    page = report(tmp_path, [], evaluation(), device="cpu")
     assert "--gpu-memory-utilization 0.4 --enforce-eager --model /home/someone/" in page.text
     assert "vllm serve" not in page.text
 
 
 def test_page_shows_names_as_text(tmp_path: Path) -> None:
-    assert "script" not in report(tmp_path, [], {}, target="<script>alert(1)</script>").tags
+    assert "script" not in report(tmp_path, [], evaluation(), target="<script>alert(1)</script>").tags
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -107,11 +107,11 @@ def test_what_decoding_contradicts_is_a_warning(tmp_path: Path, part: str) -> No
     measured = evaluation()
     measured["decoding"][part] = {"num_identical": 5, "num_near_tie": 1, "num_different": 2}
     assert "cannot be trusted" in report(tmp_path, [], measured).text
-    table = format_results(measured, run_info())
+    table = format_results(measured, run_info() | {"report": "page"})
     assert table.startswith("WARNING: ")
     assert "5 of 8 identical, 1 near-tie, 2 different" in table
     assert f"Decoded by {measured['engine']}; replayed from {measured['states']}." in table
-    assert "drafter is untrained" in format_results({}, run_info() | {"best_step": 0})
+    assert "drafter is untrained" in format_results(measured, run_info() | {"best_step": 0, "report": "page"})
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -131,7 +131,9 @@ def test_the_targets_own_mtp_head_is_next_to_the_drafter(undrawn: None, tmp_path
     head = {"by_draft_length": [statistics([300, 200, 100, 50], 500, low=2.2, high=2.4)]}
     measured["mtp"] = head | {"by_prompt": {"drafts": [[2] * 8], "accepted": [[1] * 8]}}
     page = report(tmp_path, finished_metrics(), measured)
-    card = model_card(run_info(), measured, {"model_type": "llama", "fc_norm": True, "norm_output": True})
+    card = model_card(
+        Report(measured, run_info()), {"model_type": "llama", "fc_norm": True, "norm_output": True}
+    )
     assert "a multi-token prediction head, drafted in vLLM for 8 of the held-out prompts" in card
     assert "the target's own MTP head greedy 4 0 2.30 2.20 to 2.40" in page.text
     assert "for 8 of the held-out prompts; the trained drafter has 1.50 (" in page.text  # 2.25 / 1.5
