@@ -38,7 +38,7 @@ from train.jobs import Job, end_jobs, on_every_rank, on_other_ranks, received_jo
 from train.launch.start import check_eagle3, check_environment, check_named, check_start
 from train.plan.cluster import cluster_at_hand
 from train.plan.earlier import note_settings
-from train.plan.plan import check_gpu_memory
+from train.plan.plan import check_gpu_memory, make_plan
 from train.plan.sizes import RunSizes
 from train.plan.table import format_plan
 from train.stages.answers import answers_inputs, check_answers, run_answers
@@ -47,7 +47,7 @@ from train.stages.continuing import begin_training, link_training
 from train.stages.data import answer_part, data_inputs, run_data
 from train.stages.evaluate import evaluate_inputs, run_evaluate
 from train.stages.export import export_inputs, link_export, reopen_if_damaged, run_export
-from train.stages.plan import check_amounts, write_plan
+from train.stages.plan import check_amounts
 from train.stages.report import run_report
 from train.stages.servers import begin_servers, end_engines, prepare_engines
 from train.stages.train import check_ranks, run_train, train_inputs
@@ -110,7 +110,7 @@ def lead(context: RunContext, given: Sequence[str]) -> None:
         remove_leftovers(output_dir)
         remove_leftovers_of_results(artifacts_dir(config))
         (output_dir / STOPPED_FILE).unlink(missing_ok=True)
-        print(format_plan(write_plan(context, given)), flush=True)
+        print(format_plan(make_plan(config, context.world, given)), flush=True)
         write_configuration(config)
         if set(config.stages) == {Stage.plan}:
             check_named(config)

@@ -18,6 +18,7 @@ from tests.train.torchrun import composed, torchrun
 from train.config.capture import CaptureMode
 from train.config.drafter import Attention
 from train.config.target import TargetEngine
+from train.plan.sizes import RunSizes
 
 RUN_SECONDS = 1500
 # Dense, with experts, latent attention, a gated delta net, sinks, and several residual streams.
@@ -38,12 +39,14 @@ def test_a_recipe_runs_on_a_stand_in(recipe: str, vllm_python: Path, tmp_path: P
     printed = torchrun("train/main.py", *command, num_processes=num_ranks, seconds=RUN_SECONDS)
     assert "acceptance length" in printed
     assert (run / "report" / "index.html").is_file()
-    config, plan = composed(recipe, *command[1:]), read_json(run / "plan.json")
+    config = composed(recipe, *command[1:])
     assert_regenerated(run)
     assert_captured(run, stand_in.model, online=config.capture.mode is CaptureMode.online)
     assert_trained(run)
     exported = read_json(run / "export" / "config.json")
-    assert exported["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == plan["drafter"]["aux_layer_ids"]
+    assert exported["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(
+        RunSizes(config).drafter.aux_layer_ids
+    )
     assert (exported["fc_norm"], exported["norm_output"]) == (True, True)
     latent = config.drafter.attention is Attention.mla
     assert exported["architectures"] == [

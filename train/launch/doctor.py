@@ -25,8 +25,6 @@ from train.distributed import World
 from train.launch.start import check_eagle3, check_environment, check_here, check_start, named_sources
 from train.plan.disk import cached_repositories, disks, download_bytes, host_memory
 from train.plan.plan import make_plan
-from train.plan.sizes import RunSizes
-from train.plan.work import data_summary
 from train.tables import aligned, gigabytes
 from train.target import Target
 from train.tracking import check_wandb, wandb_mode
@@ -125,10 +123,9 @@ def _driver_version() -> str | None:
 
 def _plan(config: RunConfig) -> Iterator[Check]:
     """Yield whether the run fits this machine's GPUs and disks, and whether its target is or can be here."""
-    sizes = RunSizes(config)
     world = World(0, 0, max(1, torch.cuda.device_count()))  # the user has not said how many processes
-    plan = make_plan(config, world, data_summary(config))
-    way = plan.first
+    plan = make_plan(config, world)
+    sizes, way = plan.sizes, plan.first
     reasons = [way.refusal] if way.refusal else [str(one) for one in way.shortages]
     found = f"{gigabytes(way.memory.total)} for training"
     if way.target is not None:

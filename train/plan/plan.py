@@ -1,7 +1,7 @@
 """The plan of a run: the drafter's shape, the work, what it takes, and the commands that start it."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,20 +10,17 @@ from data.batches.loader import check_divisible
 from data.target.architecture import first_layer
 from data.target.served import architecture, unserved
 from eagle31.errors import UserError
-from eagle31.model.config import DrafterConfig
 from train.config.run import RunConfig, Stage
 from train.distributed import World
 from train.drafter.shape import rope_kind
 from train.plan.cluster import Cluster, cluster_at_hand, planned_clusters
 from train.plan.commands import Command, commands
 from train.plan.disk import disks, host_memory
-from train.plan.memory import TOLERANCE, USABLE_FRACTION, TrainerMemory, TrainerSettings
+from train.plan.memory import TOLERANCE, USABLE_FRACTION, TrainerMemory
 from train.plan.placement import TARGET_FRACTION, TargetPlacement, place_target
-from train.plan.sizes import RunSizes, trainer_settings
-from train.plan.target import TargetSize
-from train.plan.work import Hours, Work, run_hours, run_work
+from train.plan.sizes import RunSizes
+from train.plan.work import Hours, Work, data_summary, run_hours, run_work
 from train.tables import gigabytes
-from train.trainer.learning_rate import described
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,7 @@ class Way:
     """One way to run on given nodes, and what it takes; or why it cannot work."""
 
     cluster: Cluster
-    settings: TrainerSettings
-    memory: TrainerMemory
+    memory: TrainerMemory  # of a training process
     target: TargetPlacement | None  # that captures; None: it cannot be placed
     servers: TargetPlacement | None  # of vLLM: the target's, or those that only write; None: there is none
     hours: Hours | None
@@ -63,16 +59,10 @@ class Way:
 
 @dataclass(frozen=True)
 class Plan:
-    """The content of `plan.json`."""
+    """What a run takes."""
 
-    recipe: str
-    target_model: str
-    drafter: DrafterConfig
-    tensors: dict[str, list[int]]  # shapes of the trained tensors by name
-    num_parameters: int
-    target: TargetSize
+    sizes: RunSizes
     work: Work
-    optimizer: str  # its name and its peak learning rates, in words
     ways: list[Way]  # of this run; for stages=[plan], with one node and with several
     lacking: list[str]  # what has no room on this machine's disks or in its memory
     notes: list[str]
@@ -84,35 +74,28 @@ class Plan:
         return next((way for way in self.ways if way.works), self.ways[0])
 
 
-def make_plan(config: RunConfig, world: World, summary: Mapping[str, Any], given: Sequence[str] = ()) -> Plan:
+def make_plan(config: RunConfig, world: World, given: Sequence[str] = ()) -> Plan:
     """Return the plan from the recipe and the target's config; the drafter is built without memory.
 
     A run is planned for the GPUs that it was started on. With stages=[plan], what `plan` says of the nodes
     comes before the GPUs at hand.
 
     Args:
-        summary: what the data stage recorded; empty before it has run.
         given: the arguments of the command, which start the run that is planned.
 
     Raises:
         UserError: the recipe contradicts the target's config, or no drafter can be made from them.
     """
     sizes = RunSizes(config)
-    work = run_work(sizes, summary)
+    work = run_work(sizes, data_summary(config))
     if config.stages == [Stage.plan]:
         ways = [run_way(sizes, work, one, given) for one in planned_clusters(config, world)]
     else:
         ways = [run_way(sizes, work, cluster_at_hand(world))]
     here = config.plan.gpu_memory_gb is None or config.stages != [Stage.plan] or torch.cuda.is_available()
     return Plan(
-        recipe=config.recipe_name,
-        target_model=config.target.model,
-        drafter=sizes.drafter,
-        tensors=sizes.tensors,
-        num_parameters=sizes.num_parameters,
-        target=sizes.target,
+        sizes=sizes,
         work=work,
-        optimizer=described(config.optim, sizes.drafter),
         ways=ways,
         lacking=_lacking(sizes, work, ways) if here else [],
         notes=list(_notes(sizes, here)),
@@ -140,20 +123,10 @@ def run_way(sizes: RunSizes, work: Work, cluster: Cluster, given: Sequence[str] 
     except UserError as error:
         refusal = str(error)
     shortages = list(_shortages(sizes, cluster, memory, target))
-    way = Way(
-        cluster=cluster,
-        settings=trainer_settings(config, cluster.num_ranks),
-        memory=memory,
-        target=target,
-        servers=servers,
-        hours=hours,
-        refusal=refusal,
-        shortages=shortages,
-        commands=[],
-    )
-    if given is None or not way.works or target is None:
-        return way
-    return replace(way, commands=commands(given, config, cluster, target))
+    typed = []
+    if given is not None and target is not None and refusal is None and not shortages:
+        typed = commands(given, config, cluster, target)
+    return Way(cluster, memory, target, servers, hours, refusal, shortages, typed)
 
 
 def check_gpu_memory(config: RunConfig, cluster: Cluster, stages: Collection[Stage]) -> None:

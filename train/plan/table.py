@@ -1,8 +1,11 @@
 """The plan as a table on the terminal."""
 
+from train.plan.memory import TrainerSettings
 from train.plan.plan import Plan, Way
+from train.plan.sizes import RunSizes, trainer_settings
 from train.plan.work import Hours, Work
 from train.tables import aligned, counted, gigabytes, rounded
+from train.trainer.learning_rate import described
 
 _Line = tuple[str, str]
 
@@ -10,8 +13,11 @@ _Line = tuple[str, str]
 def format_plan(plan: Plan) -> str:
     """Return the plan as text."""
     way = plan.first
-    sections = [_drafter_lines(plan), _memory_lines(way), _target_lines(plan), work_lines(plan.work)]
-    lines = [f"plan: {plan.recipe}, {plan.target_model}"]
+    sizes, config = plan.sizes, plan.sizes.config
+    settings = trainer_settings(config, way.cluster.num_ranks)
+    sections = [_drafter_lines(sizes), _memory_lines(way, settings), _target_lines(sizes, way)]
+    sections.append(work_lines(plan.work))
+    lines = [f"plan: {config.recipe_name}, {config.target.model}"]
     rows = [(f"  {name}", value) for section in sections for name, value in section]
     apart = len(plan.ways) > 1 or bool(way.commands)  # each way has its own lines
     if not apart:
@@ -86,8 +92,8 @@ def hours_lines(found: Hours | None) -> list[_Line]:
     return [("hours", f"{total}{', '.join(parts)} ({found.how})")]
 
 
-def _drafter_lines(plan: Plan) -> list[_Line]:
-    drafter = plan.drafter
+def _drafter_lines(sizes: RunSizes) -> list[_Line]:
+    drafter = sizes.drafter
     shape = (
         f"{drafter.attention.title}, hidden {drafter.hidden_size}, feed-forward {drafter.intermediate_size}, "
         f"{drafter.num_attention_heads}/{drafter.num_key_value_heads} heads, "
@@ -96,13 +102,13 @@ def _drafter_lines(plan: Plan) -> list[_Line]:
     )
     return [
         ("drafter", shape),
-        ("trained parameters", f"{plan.num_parameters / 1e6:,.1f} M"),
-        ("optimizer", plan.optimizer),
+        ("trained parameters", f"{sizes.num_parameters / 1e6:,.1f} M"),
+        ("optimizer", described(sizes.config.optim, drafter)),
     ]
 
 
-def _memory_lines(way: Way) -> list[_Line]:
-    settings, memory, gpu = way.settings, way.memory, way.cluster.gpu_bytes
+def _memory_lines(way: Way, settings: TrainerSettings) -> list[_Line]:
+    memory, gpu = way.memory, way.cluster.gpu_bytes
     how = (
         f"{settings.world_size} x ZeRO {settings.zero_stage} in {'bf16' if settings.bf16 else 'fp32'}, "
         f"rows of {settings.row_tokens:,} tokens, all written by the assistant"
@@ -119,13 +125,13 @@ def _memory_lines(way: Way) -> list[_Line]:
     ]
 
 
-def _target_lines(plan: Plan) -> list[_Line]:
-    counts, target = plan.target.parameters, plan.first.target
-    weights = gigabytes(plan.target.checkpoint_bytes)
+def _target_lines(sizes: RunSizes, way: Way) -> list[_Line]:
+    counts, target = sizes.target.parameters, way.target
+    weights = gigabytes(sizes.target.checkpoint_bytes)
     shape = f"{rounded(counts.total, 4)} parameters, {rounded(counts.active, 3)} active per token"
     if target is None:
         return [("target", shape), ("  weights", weights)]
-    each = "GPU" if plan.first.cluster.gpus_per_node else "process"
+    each = "GPU" if way.cluster.gpus_per_node else "process"
     per_gpu = f"{weights}, {gigabytes(target.bytes_per_gpu)} per {each}"
     return [("target", shape), ("  weights", per_gpu), ("  capture", target.where)]
 
