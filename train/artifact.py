@@ -37,6 +37,15 @@ def fingerprint(inputs: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def dotted(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value that is no mapping by its dotted key."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 @dataclass(frozen=True)
 class Artifact:
     """The directory of one stage's result, which is finished once it has a manifest."""

@@ -1,12 +1,12 @@
 """Runs side by side: which drafter is better."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
+from train.artifact import dotted
 from train.evaluation.intervals import Interval, length_of, paired_ratio
 from train.report.results import Acceptance, Report, acceptances, read_report
 from train.tables import aligned
@@ -32,7 +32,12 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
     """
     runs = []
     for directory in directories:
-        settings = dict(_leaves(yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))))
+        configuration = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
+        settings = {
+            name: "none" if value is None else str(value)
+            for name, value in dotted(configuration)
+            if not name.startswith(_LEFT_OUT)
+        }
         runs.append(Run(str(directory), read_report(directory), settings))
     return runs
 
@@ -114,11 +119,3 @@ def _common(runs: Sequence[Run], name: str) -> str | None:
     """Return the value of a setting that all runs have; None where they differ."""
     values = {run.settings.get(name) for run in runs}
     return values.pop() if len(values) == 1 else None
-
-
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        for key, one in value.items():
-            yield from _leaves(one, f"{name}.{key}" if name else str(key))
-    elif not name.startswith(_LEFT_OUT):
-        yield name, "none" if value is None else str(value)

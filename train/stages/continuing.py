@@ -6,14 +6,14 @@ checkpoint it means is decided when that directory is begun, before any stage, a
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, read_jsonl, write_json, write_jsonl
-from train.artifact import TRAINING, Artifact, fingerprint, link_result, named_training
+from train.artifact import TRAINING, Artifact, dotted, fingerprint, link_result, named_training
 from train.config.run import RunConfig, Stage
 from train.context import RunContext
 from train.drafter.chosen import ChosenDrafter
@@ -99,9 +99,7 @@ def _earlier(origin: str, inputs: dict[str, Any]) -> _Earlier:
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> str:
     """Return the settings that differ, for a message."""
-    ours, theirs = (
-        dict(_leaves({n: v for n, v in one.items() if n != CONTINUED})) for one in (after, before)
-    )
+    ours, theirs = (dict(dotted({n: v for n, v in one.items() if n != CONTINUED})) for one in (after, before))
     missing = object()
     found = [
         f"{key.removeprefix('fixed.')}: {theirs.get(key)} -> {ours.get(key)}"
@@ -110,14 +108,6 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> str:
     ]
     more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return ", ".join(found[:_SHOWN]) + more
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def begin_training(context: RunContext) -> None:
