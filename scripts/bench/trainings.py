@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,16 +37,15 @@ from scripts.bench.peers import PEERS, ROOT, drafter_spec, find_python
 from train.artifact import Artifact
 from train.config.compose import composed
 from train.config.run import Stage
-from train.config.training import Precision
 from train.context import RunContext
 from train.distributed import World
+from train.drafter.build import build_drafter
 from train.drafter.published import open_published
-from train.evaluation.completing import CompletingTarget, packed
+from train.evaluation.completing import CompletingTarget, open_capture, packed
 from train.evaluation.intervals import Floats, Interval
 from train.evaluation.matrix import Cell, complete_cells, parse_sources, prompt_source, render_cells
 from train.evaluation.replay import MAX_DRAFT_TOKENS, replay_greedily
 from train.pipeline import STAGES
-from train.stages.building import new_drafter
 from train.stages.vocab import load_projected, load_vocab
 from train.trainer.checkpoint_files import STATE, load_weights, read_checked
 
@@ -266,9 +265,8 @@ def held_out_rows(data: Data, sources: dict[str, list[Conversation]]) -> dict[st
     """
     context = data.context()
     target, config = context.target, context.config
-    completing = CompletingTarget.load(
-        target.spec, target.parts, context.drafter.aux_layer_ids, _CPU, batch_size=32
-    )
+    capture = open_capture(target.spec, target.parts, context.drafter.aux_layer_ids, _CPU)
+    completing = CompletingTarget(capture, target.parts.fingerprint, batch_size=32)
     if sources:
         cells, left_out = render_cells(
             sources,
@@ -314,8 +312,7 @@ def loaded(context: RunContext, side: Side, kept: Kept) -> tuple[Drafter, Frozen
         return found.drafter, FrozenParts(found.embed_tokens, parts.head, found.draft_target_ids, None)
     vocab = load_vocab(artifacts[Stage.vocab])
     projected = load_projected(artifacts[Stage.train].directory)
-    config = replace(context.config, deepspeed=replace(context.config.deepspeed, precision=Precision.fp32))
-    drafter, frozen = new_drafter(config, context.drafter, vocab, projected, _CPU)
+    drafter, frozen = build_drafter(context.config, context.drafter, vocab, projected, _CPU, torch.float32)
     drafter.load_state_dict(load_weights(kept.checkpoint))
     return drafter, frozen
 

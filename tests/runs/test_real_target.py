@@ -24,7 +24,7 @@ from eagle31.json_files import read_json, write_json
 from tests.runs.forked import ROOT
 from tests.runs.here import run_command
 from train.config.compose import composed
-from train.evaluation.parity import Reference
+from train.evaluation.parity import compare_engine
 from train.evaluation.serving import DecodeJob, EngineSpec, JobResult, draft_room, run_jobs
 from train.plan.sizes import RunSizes
 from train.plan.work import data_summary, run_work
@@ -208,12 +208,12 @@ def test_what_vllm_must_not_do_fails_in_bfloat16(
             max_num_seqs=len(prompts),
         )
         jobs.append(DecodeJob(name, engine, prompts, 64))
-    spec, cpu = TargetSpec(str(target), dtype="float32"), torch.device("cpu")
-    loaded = load_export(trained, cpu, torch.float32)
-    reference = Reference.load(loaded, load_target_parts(spec), spec, cpu)
+    spec = TargetSpec(str(target), dtype="float32")
+    parts, loaded = load_target_parts(spec), load_export(trained, torch.device("cpu"), torch.float32)
     failures = {}
     for job, result in zip(jobs, run_jobs(jobs, vllm_python, tmp_path / "vllm.log"), strict=True):
         assert isinstance(result, JobResult), result
-        failures[job.name] = reference.compare(prompts, result.served, K, torch.bfloat16).failures
+        compared = compare_engine(loaded, parts, spec, prompts, result.served, K, torch.bfloat16)
+        failures[job.name] = compared.failures
     assert not failures.pop("right")
     assert all("drafts differ" in str(one) or "tokens" in str(one) for one in failures.values()), failures

@@ -7,45 +7,41 @@ from torch import Tensor, nn
 
 from data.target.parts import TargetParts
 from eagle31.export.read import LoadedExport
-from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts, project_width
 from eagle31.model.kinds import new_drafter
 from eagle31.model.vocab import DraftVocab
+from train.config.run import RunConfig, training_seed
+from train.drafter.chosen import ChosenDrafter
 from train.drafter.published import start_from
 
 
 def build_drafter(
-    config: DrafterConfig,
+    config: RunConfig,
+    chosen: ChosenDrafter,
     vocab: DraftVocab,
-    parts: TargetParts,
-    initial: LoadedExport | None,
     projected: Mapping[str, Tensor],
-    *,
-    train_lm_head: bool,
-    seed: int,
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Drafter, FrozenParts]:
     """Return the drafter before its first step (float32, on the CPU) and its frozen tensors on `device`.
 
+    Random weights depend on the seed alone.
+
     Args:
-        initial: the checkpoint whose weights training starts from; None for random ones, which depend on the
-            seed alone.
         projected: see `frozen_rows`.
-        train_lm_head: whether the draft head is a part of the drafter, or frozen.
         dtype: of the frozen tensors.
     """
-    torch.manual_seed(seed)
-    drafter = new_drafter(config, with_head=train_lm_head)
+    parts, initial, train_lm_head = chosen.target.parts, chosen.initial, config.drafter.train_lm_head
+    shape = chosen.config(len(vocab.d2t))
+    torch.manual_seed(training_seed(config))
+    drafter = new_drafter(shape, with_head=train_lm_head)
     initialize(drafter)
     if initial is not None:
         start_from(drafter, initial.drafter)
     embed_tokens, head_rows = frozen_rows(vocab, parts, initial, projected)
     lm_head = (
-        drafter.lm_head
-        if train_lm_head
-        else nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        drafter.lm_head if train_lm_head else nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
     )
     with torch.no_grad():
         lm_head.weight.copy_(head_rows)
@@ -56,7 +52,7 @@ def build_drafter(
     frozen = FrozenParts(
         embed_tokens=embed_tokens.to(device, dtype),
         target_head=head.to(device),
-        draft_target_ids=vocab.target_ids.to(device) if config.pruned else None,
+        draft_target_ids=vocab.target_ids.to(device) if shape.pruned else None,
         lm_head=None if train_lm_head else lm_head.to(device, dtype),
     )
     return drafter, frozen

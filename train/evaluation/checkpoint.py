@@ -23,7 +23,7 @@ from eagle31.errors import UserError
 from train.config.data import MAX_TEMPERATURE
 from train.config.evaluate import MAX_DRAFT_TOKENS
 from train.drafter.published import check_trained_for, fetch_checkpoint, open_published
-from train.evaluation.completing import CompletingTarget, packed
+from train.evaluation.completing import CompletingTarget, open_capture, packed
 from train.evaluation.matrix import (
     Cell,
     complete_cells,
@@ -136,9 +136,10 @@ def evaluate_checkpoint(
         return Sampling(conditions.max_new_tokens, conditions.eos_token_ids, temperature, conditions.seed)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    target = CompletingTarget.load(spec, parts, drafter.aux_layer_ids, device, settings.batch_size)
+    capture = open_capture(spec, parts, drafter.aux_layer_ids, device)
+    target = CompletingTarget(capture, parts.fingerprint, settings.batch_size)
     # A CPU may emulate bf16; elsewhere the drafter runs in the target's dtype, as in serving.
-    dtype = torch.float32 if device.type == "cpu" else target.capture.dtype
+    dtype = torch.float32 if device.type == "cpu" else capture.dtype
     candidate = candidate_of(loaded, parts.head, device, dtype)
     result: dict[str, Any] = {"checkpoint": settings.checkpoint, "target": settings.target}
     with ExitStack() as stack:

@@ -12,7 +12,6 @@ from data.generation.answers import answer_prompts
 from data.generation.hf import TransformersGenerator
 from data.samples import CapturedSample
 from data.sampling import Sampling
-from data.target.cached_decoding import TargetDecoder
 from data.target.loading import load_target
 from data.target.modules import locate
 from data.target.parts import TargetParts
@@ -22,6 +21,16 @@ from eagle31.training.batch import PackedBatch
 _ROW_TOKENS = 2048
 
 
+def open_capture(
+    spec: TargetSpec, parts: TargetParts, aux_layer_ids: Sequence[int], device: torch.device
+) -> HiddenStateCapture:
+    """Load the target with its capture hooks, and check that its head gives its logits."""
+    model = load_target(spec, device)
+    capture = HiddenStateCapture(model, locate(model), aux_layer_ids)
+    check_head(capture, parts.head)
+    return capture
+
+
 @dataclass(frozen=True)
 class CompletingTarget:
     """A target in transformers that completes prompts in batches and returns its states of them."""
@@ -29,23 +38,6 @@ class CompletingTarget:
     capture: HiddenStateCapture
     fingerprint: str  # of its weights
     batch_size: int  # prompts in a forward pass
-
-    @staticmethod
-    def load(
-        spec: TargetSpec,
-        parts: TargetParts,
-        aux_layer_ids: Sequence[int],
-        device: torch.device,
-        batch_size: int,
-    ) -> "CompletingTarget":
-        model = load_target(spec, device)
-        capture = HiddenStateCapture(model, locate(model), aux_layer_ids)
-        check_head(capture, parts.head)
-        return CompletingTarget(capture, parts.fingerprint, batch_size)
-
-    @property
-    def decoder(self) -> TargetDecoder:
-        return TargetDecoder(self.capture.model, self.capture.modules, self.capture.aux_layer_ids)
 
     def complete(self, prompts: Sequence[Sequence[int]], sampling: Sampling, output: Path) -> list[list[int]]:
         """Return the completions, which are kept in a JSONL file, `output`, so that they can be resumed."""

@@ -8,6 +8,7 @@ import torch
 
 from data.progress import tracked
 from data.samples import CapturedSample
+from data.target.cached_decoding import TargetDecoder
 from data.target.head import TargetHead
 from data.target.parts import TargetParts
 from eagle31.decoding.speculative import decode_speculatively
@@ -75,7 +76,8 @@ def decode_in_transformers(
     Args:
         chosen: indices of prompts.
     """
-    decoder = target.decoder
+    capture = target.capture
+    decoder = TargetDecoder(capture.model, capture.modules, capture.aux_layer_ids)
     limits: dict[str, Any] = {"max_new_tokens": conditions.max_new_tokens}
     limits |= {"draft_tokens": conditions.draft_tokens, "eos_token_ids": conditions.eos_token_ids}
     decoded = [
@@ -83,11 +85,10 @@ def decode_in_transformers(
         for index in tracked(chosen, "decoding", "prompts")
     ]
     served = Served([one.token_ids for one in decoded], [placed_drafts(one) for one in decoded])
-    dtype = target.capture.dtype
-    engine = f"eagle31 (transformers, {str(dtype).removeprefix('torch.')}, {decoder.device.type})"
+    engine = f"eagle31 (transformers, {str(capture.dtype).removeprefix('torch.')}, {decoder.device.type})"
     places = [place for place, completion in enumerate(served.completions) if len(completion) > 1]
     samples = target.samples([prompts[index] for index in chosen], served.completions)
-    return DecodedSubset(engine, chosen, served, dtype), list(zip(places, samples, strict=True))
+    return DecodedSubset(engine, chosen, served, capture.dtype), list(zip(places, samples, strict=True))
 
 
 def without_vllm(parts: TargetParts) -> dict[str, Any] | None:

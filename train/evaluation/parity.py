@@ -12,9 +12,9 @@ from data.target.spec import TargetSpec
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.export.read import LoadedExport
 from train.evaluation.agreement import Agreement, Difference, compare_served, describe_counts
-from train.evaluation.completing import CompletingTarget, packed
+from train.evaluation.completing import CompletingTarget, open_capture, packed
 from train.evaluation.intervals import over_prompts
-from train.evaluation.measure import Candidate, candidate_of
+from train.evaluation.measure import candidate_of
 from train.evaluation.replay import replay_greedily
 from train.evaluation.serving import Served, acceptance
 from train.tables import aligned
@@ -103,52 +103,43 @@ class Comparison:
         }
 
 
-@dataclass(frozen=True)
-class Reference:
-    """The target, and the trained drafter, with which an engine is compared."""
+def compare_engine(
+    loaded: LoadedExport,
+    parts: TargetParts,
+    spec: TargetSpec,
+    prompts: Sequence[Sequence[int]],
+    served: Served,
+    k: int,
+    dtype: torch.dtype,
+) -> Comparison:
+    """Compare every draft and every token of vLLM's greedy completions with the drafter and the target.
 
-    candidate: Candidate
-    target: CompletingTarget
-    quantized: bool  # whether the target is
-
-    @staticmethod
-    def load(loaded: LoadedExport, parts: TargetParts, spec: TargetSpec, device: torch.device) -> "Reference":
-        """Load the target with transformers.
-
-        Args:
-            loaded: on the same device.
-            spec: on a CPU, best in float32, whose rounding leaves only that of the engine.
-        """
-        candidate = candidate_of(loaded, parts.head, device, loaded.embed_tokens.dtype)
-        ids = loaded.drafter.config.aux_layer_ids
-        target = CompletingTarget.load(spec, parts, ids, device, batch_size=4)
-        quantized = getattr(parts.config, "quantization_config", None) is not None
-        return Reference(candidate, target, quantized)
-
-    def compare(
-        self, prompts: Sequence[Sequence[int]], served: Served, k: int, dtype: torch.dtype
-    ) -> Comparison:
-        """Compare every draft and every token of vLLM's greedy completions.
-
-        Args:
-            k: the number of tokens per draft.
-            dtype: in which vLLM computes.
-        """
-        # Shorter completions have no draft.
-        kept = [index for index, completion in enumerate(served.completions) if len(completion) > 1]
-        completions = [served.completions[index] for index in kept]
-        samples = self.target.samples([prompts[index] for index in kept], completions)
-        captured = list(tracked(samples, "reference", "prompts", total=len(kept)))
-        ours = replay_greedily(*self.candidate, packed(captured), k).by_prompt
-        drafts = served.drafts_within_completions
-        theirs = [acceptance(k, [drafts[index]], [served.completions[index]]) for index in kept]
-        return Comparison(
-            k=k,
-            by_prompt=[(lengths[k - 1], one) for lengths, one in zip(ours, theirs, strict=True)],
-            agreement=compare_served(*self.candidate, zip(kept, captured, strict=True), served, dtype),
-            dtype=dtype,
-            quantized=self.quantized,
-        )
+    Args:
+        loaded: the trained drafter, on the device and in the dtype in which it computes.
+        spec: of the target in transformers; on a CPU best in float32, whose rounding leaves only vLLM's.
+        k: the number of tokens per draft.
+        dtype: in which vLLM computes.
+    """
+    device = loaded.embed_tokens.device
+    candidate = candidate_of(loaded, parts.head, device, loaded.embed_tokens.dtype)
+    capture = open_capture(spec, parts, loaded.drafter.config.aux_layer_ids, device)
+    target = CompletingTarget(capture, parts.fingerprint, batch_size=4)
+    # Shorter completions have no draft.
+    kept = [index for index, completion in enumerate(served.completions) if len(completion) > 1]
+    samples = target.samples(
+        [prompts[index] for index in kept], [served.completions[index] for index in kept]
+    )
+    captured = list(tracked(samples, "reference", "prompts", total=len(kept)))
+    ours = replay_greedily(*candidate, packed(captured), k).by_prompt
+    drafts = served.drafts_within_completions
+    theirs = [acceptance(k, [drafts[index]], [served.completions[index]]) for index in kept]
+    return Comparison(
+        k=k,
+        by_prompt=[(lengths[k - 1], one) for lengths, one in zip(ours, theirs, strict=True)],
+        agreement=compare_served(*candidate, zip(kept, captured, strict=True), served, dtype),
+        dtype=dtype,
+        quantized=getattr(parts.config, "quantization_config", None) is not None,
+    )
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -60,7 +60,6 @@ class PromptAcceptance:
         return {"by_draft_length": rows, "by_prompt": counts, "texts_hash": self.texts_hash}
 
 
-@torch.no_grad()
 def replay_greedily(
     drafter: Drafter,
     frozen: FrozenParts,
@@ -68,16 +67,9 @@ def replay_greedily(
     max_draft_tokens: int = MAX_DRAFT_TOKENS,
 ) -> PromptAcceptance:
     """Replay greedy drafts of completions that the target wrote greedily."""
-    found: list[Lengths] = []
-    texts = hashlib.sha256()
-    for batch in rows:
-        hits = partial(greedy_hits, drafter, frozen, batch)
-        found += _by_document(batch, replay, by_draft_length(drafter, max_draft_tokens, hits))
-        texts.update(_texts_of(batch))
-    return PromptAcceptance(tuple(found), texts.hexdigest())
+    return _replayed(drafter, frozen, rows, max_draft_tokens)["greedy_drafts"]
 
 
-@torch.no_grad()
 def sampling_report(
     drafter: Drafter,
     frozen: FrozenParts,
@@ -94,32 +86,37 @@ def sampling_report(
         rows: completions that the target sampled in this way; without any the result is None.
         strata: see `PromptAcceptance`.
     """
-    all_tokens = sampling.of_all_tokens
-    greedy: list[Lengths] = []
-    sampled: list[Lengths] = []
+    temperature = sampling.temperature if sampling.of_all_tokens else None
+    found = _replayed(drafter, frozen, rows, max_draft_tokens, temperature)
+    if not (num_prompts := len(found["greedy_drafts"].by_prompt)):
+        return None
+    settings = {"temperature": sampling.temperature, "settings": sampling.described}
+    drafts = {name: replace(one, strata=strata).to_json() for name, one in found.items()}
+    return settings | {"num_prompts": num_prompts} | drafts
+
+
+@torch.no_grad()
+def _replayed(
+    drafter: Drafter,
+    frozen: FrozenParts,
+    rows: Iterable[PackedBatch],
+    max_draft_tokens: int,
+    temperature: float | None = None,
+) -> dict[str, PromptAcceptance]:
+    """Replay greedy drafts, and at a temperature sampled ones, of the same completions."""
+    kinds: dict[str, tuple[Rule, Callable[..., tuple[Tensor, Tensor]]]]
+    kinds = {"greedy_drafts": (replay, greedy_hits)}
+    if temperature is not None:
+        sampled = partial(acceptance_given_text, temperature=temperature)
+        kinds["sampled_drafts"] = (expected_replay, sampled)
+    found: dict[str, list[Lengths]] = {name: [] for name in kinds}
     texts = hashlib.sha256()
     for batch in rows:
-        hits = partial(greedy_hits, drafter, frozen, batch)
-        greedy += _by_document(batch, replay, by_draft_length(drafter, max_draft_tokens, hits))
-        if all_tokens:
-            given_text = partial(
-                acceptance_given_text, drafter, frozen, batch, temperature=sampling.temperature
-            )
-            sampled += _by_document(
-                batch, expected_replay, by_draft_length(drafter, max_draft_tokens, given_text)
-            )
+        for name, (rule, compared) in kinds.items():
+            drafts = partial(compared, drafter, frozen, batch)
+            found[name] += _by_document(batch, rule, by_draft_length(drafter, max_draft_tokens, drafts))
         texts.update(_texts_of(batch))
-    if not greedy:
-        return None
-    found = {"greedy_drafts": greedy} | ({"sampled_drafts": sampled} if all_tokens else {})
-    return {
-        "temperature": sampling.temperature,
-        "settings": sampling.described,
-        "num_prompts": len(greedy),
-    } | {
-        name: PromptAcceptance(tuple(counts), texts.hexdigest(), strata).to_json()
-        for name, counts in found.items()
-    }
+    return {name: PromptAcceptance(tuple(one), texts.hexdigest()) for name, one in found.items()}
 
 
 def _texts_of(batch: PackedBatch) -> bytes:

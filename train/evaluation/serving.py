@@ -120,36 +120,36 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Counters:
-    """vLLM's counters of one job, which include accepted tokens after the end of a completion."""
-
-    num_drafts: int
-    num_accepted: int
-    accepted_per_position: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class JobResult:
     """What the engine of a job decoded."""
 
     served: Served
-    counters: Counters
+    # vLLM's `num_drafts`, `num_accepted` and `accepted_per_position`, also past the end of a completion.
+    counters: dict[str, Any]
     model_runner: str  # V1 or V2: vLLM has two, and by default a GPU takes V2 and a CPU V1
     vllm_version: str
 
     @staticmethod
     def from_json(raw: dict[str, Any]) -> "JobResult":
+        """Read a result. Raise EngineFailure if the recorded drafts are not those that vLLM counts."""
         drafts = [[PlacedDraft(**draft) for draft in drafts] for drafts in raw["drafts"]]
-        counts = raw["counters"]
-        per_position = tuple(counts["accepted_per_position"])
-        counters = Counters(counts["num_drafts"], counts["num_accepted"], per_position)
-        return JobResult(
-            Served(raw["completions"], drafts), counters, raw["model_runner"], raw["vllm_version"]
-        )
+        counters = raw["counters"]
+        per_position = tuple(counters["accepted_per_position"])
+        counted = AcceptanceStats(len(per_position), counters["num_drafts"], per_position)
+        accepted = [draft.num_accepted for of_prompt in drafts for draft in of_prompt]
+        recorded = AcceptanceStats.from_lengths(len(per_position), accepted)
+        if recorded != counted:
+            raise EngineFailure(
+                f"The recorded drafts ({recorded}) are not those that vLLM counts ({counted})."
+            )
+        served = Served(raw["completions"], drafts)
+        return JobResult(served, counters, raw["model_runner"], raw["vllm_version"])
 
 
 def run_job(job: DecodeJob, python: Path, log_path: Path) -> JobResult:
-    """Run one job. Raises EngineFailure if its engine does not start or fails."""
+    """Run one job. Raises EngineFailure if its engine does not start, fails, or records other drafts than it
+    counts.
+    """
     [result] = run_jobs([job], python, log_path)
     if isinstance(result, EngineFailure):
         raise result
@@ -166,7 +166,7 @@ def run_jobs(jobs: Sequence[DecodeJob], python: Path, log_path: Path) -> list[Jo
         log_path: the file for everything that vLLM prints.
 
     Raises:
-        EngineFailure: the process died.
+        EngineFailure: the process died, or an engine has recorded other drafts than it counts.
     """
     raw = run_worker([job.to_json() for job in jobs], python, log_path)
     return [

@@ -1,12 +1,12 @@
 """Decoding in vLLM with the export as drafter."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from data.capture.vllm.environment import find_python
-from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.errors import UserError
 from train.config.run import Stage
 from train.context import RunContext
@@ -17,7 +17,6 @@ from train.evaluation.serving import (
     EngineFailure,
     EngineSpec,
     JobResult,
-    Served,
     acceptance,
     draft_room,
     run_job,
@@ -36,20 +35,17 @@ def decode_in_vllm(
         UserError: no prompt fits, or vLLM's environment is missing.
     """
     parts = context.target.parts
-    device, log = context.world.device.type, context.output_dir / "vllm-evaluate.log"
     positions = common_positions(parts, context.drafter.config())
     indices = fitting_prompts(prompts, positions, conditions)[: context.config.evaluate.decoded_prompts]
     export = (context.artifacts[Stage.export].directory / "checkpoint").absolute()
     job = decode_job(
         "the export as drafter", context, [prompts[one] for one in indices], conditions, export=export
     )
-    print(f"evaluate: vLLM decodes {len(indices)} prompts, log: {log}", flush=True)
-    drafted = run_job(job, find_python(), log)
-    check_recorded(drafted, conditions.draft_tokens)
+    drafted = _run(job, context.output_dir / "vllm-evaluate.log")
     arguments = job.engine.arguments()
     dtype = getattr(torch, str(arguments["dtype"]), None)  # "auto" stands for the target's
     return DecodedSubset(
-        engine=f"vLLM {drafted.vllm_version}, {arguments['dtype']}, {device}, "
+        engine=f"vLLM {drafted.vllm_version}, {arguments['dtype']}, {context.world.device.type}, "
         f"{arguments['max_num_seqs']} at a time",
         indices=indices,
         served=drafted.served,
@@ -68,18 +64,23 @@ def decode_with_mtp_head(
     Args:
         prompts: all that are replayed; those that fit are decoded.
     """
-    log = context.output_dir / "vllm-mtp.log"
     positions = common_positions(context.target.parts, context.drafter.config())
     chosen = [prompts[index] for index in fitting_prompts(prompts, positions, conditions)]
     job = decode_job("the target's own MTP head", context, chosen, conditions, mtp=True)
-    print(f"evaluate: {job.name} drafts for {len(chosen)} prompts in vLLM, log: {log}", flush=True)
     try:
-        drafted = run_job(job, find_python(), log)
-        check_recorded(drafted, conditions.draft_tokens)
+        served = _run(job, context.output_dir / "vllm-mtp.log").served
     except EngineFailure as error:
         reason = " ".join(str(error).partition("\n  | ")[0].split())
         return {"missing": f"not measured: {reason}"}
-    return accepted_by_prompt(drafted.served, conditions.draft_tokens).to_json()
+    pairs = zip(served.drafts, served.completions, strict=True)
+    k = conditions.draft_tokens
+    by_prompt = tuple((acceptance(k, [drafts], [completion]),) for drafts, completion in pairs)
+    return PromptAcceptance(by_prompt).to_json()
+
+
+def _run(job: DecodeJob, log: Path) -> JobResult:
+    print(f"evaluate: vLLM decodes {len(job.prompts)} prompts with {job.name}, log: {log}", flush=True)
+    return run_job(job, find_python(), log)
 
 
 def decode_job(
@@ -136,23 +137,3 @@ def single_replica(engine_args: Mapping[str, Any]) -> dict[str, Any]:
         num_gpus = engine_args.get("tensor_parallel_size", 1) * engine_args.get("data_parallel_size", 1)
         kept["tensor_parallel_size"] = num_gpus
     return kept
-
-
-def check_recorded(drafted: JobResult, k: int) -> None:
-    """Raise EngineFailure if the recorded drafts and their accepted tokens are not those that vLLM counts.
-
-    vLLM counts all of them, also past the end of a completion.
-    """
-    accepted = [draft.num_accepted for drafts in drafted.served.drafts for draft in drafts]
-    recorded, counters = AcceptanceStats.from_lengths(k, accepted), drafted.counters
-    if (recorded.num_drafts, recorded.accepted_per_position) != (
-        counters.num_drafts,
-        counters.accepted_per_position,
-    ):
-        raise EngineFailure(f"The recorded drafts ({recorded}) are not those that vLLM counts ({counters}).")
-
-
-def accepted_by_prompt(served: Served, k: int) -> PromptAcceptance:
-    """Return the statistics of each prompt's drafts of k tokens that are within its completion."""
-    pairs = zip(served.drafts, served.completions, strict=True)
-    return PromptAcceptance(tuple((acceptance(k, [drafts], [completion]),) for drafts, completion in pairs))

@@ -1,12 +1,11 @@
-"""Building what trains: the drafter, the model engine around it, the loader of its rows."""
+"""Building what trains: the model engine around the drafter, the loader of its rows."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import deepspeed
 import torch
 from datasets import Dataset
-from torch import Tensor
 
 from data.batches.loader import RowLoader, RowPosition
 from data.batches.shared_rows import SharedRows
@@ -18,13 +17,10 @@ from eagle31.cost.flops import count_step, draft_costs, sample_flops, step_flops
 from eagle31.model.config import DrafterConfig
 from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
-from eagle31.model.vocab import DraftVocab
 from eagle31.training.batch import PackedBatch
 from train.config.run import RunConfig, training_seed
 from train.config.training import OptimConfig, Optimizer, Precision
 from train.distributed import World
-from train.drafter.build import build_drafter
-from train.drafter.chosen import ChosenDrafter
 from train.plan.memory import trainer_memory, worst_counts
 from train.plan.sizes import trainer_settings
 from train.trainer.engine import TrainedModule, deepspeed_config, initialize_model_engine
@@ -35,27 +31,6 @@ from train.trainer.process_groups import RowGroups
 def step_dtype(config: RunConfig) -> torch.dtype:
     """Return the dtype of the training step."""
     return torch.bfloat16 if config.deepspeed.precision is Precision.bf16 else torch.float32
-
-
-def new_drafter(
-    config: RunConfig,
-    chosen: ChosenDrafter,
-    vocab: DraftVocab,
-    projected: Mapping[str, Tensor],
-    device: torch.device,
-) -> tuple[Drafter, FrozenParts]:
-    """Return the drafter before its first step, and its frozen tensors on the device."""
-    return build_drafter(
-        chosen.config(len(vocab.d2t)),
-        vocab,
-        chosen.target.parts,
-        chosen.initial,
-        projected,
-        train_lm_head=config.drafter.train_lm_head,
-        seed=training_seed(config),
-        device=device,
-        dtype=step_dtype(config),
-    )
 
 
 def new_engine(

@@ -18,11 +18,11 @@ from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import RunConfig, Stage
 from train.context import RunContext
 from train.engines.inputs import target_inputs, torchspec_inputs, transformers_inputs, vllm_inputs
+from train.evaluation.completing import open_capture
 from train.stages.data import HELD_OUT, SAMPLED
 from train.stages.states import (
     BATCH_TOKENS,
     arriving_states,
-    open_capture,
     training_samples,
 )
 from train.target import Target
@@ -114,7 +114,8 @@ def capture_by_hf(
     context: RunContext, stores: Sequence[StoreSpec], manifest_fields: Mapping[str, Any]
 ) -> None:
     """Have every rank run the target over a part of the samples."""
-    target = open_capture(context.target, context.drafter.aux_layer_ids, context.world.device)
+    spec, parts = context.target.spec, context.target.parts
+    target = open_capture(spec, parts, context.drafter.aux_layer_ids, context.world.device)
     for store in stores:
         capture = partial(capture_samples, store.dataset, target, BATCH_TOKENS)
         _fill(context, store, capture, manifest_fields)

@@ -15,7 +15,8 @@ from eagle31.training.batch import PackedBatch
 from train.config.run import Stage
 from train.config.target import TargetEngine
 from train.context import RunContext
-from train.evaluation.completing import CompletingTarget, packed
+from train.drafter.build import build_drafter
+from train.evaluation.completing import CompletingTarget, open_capture, packed
 from train.evaluation.measure import (
     Candidate,
     Conditions,
@@ -29,7 +30,7 @@ from train.evaluation.measure import (
 from train.evaluation.replay import replay_greedily, sampling_report
 from train.evaluation.vllm import decode_in_vllm, decode_with_mtp_head
 from train.report.results import at_draft_length, warnings_of
-from train.stages.building import new_drafter, step_dtype
+from train.stages.building import step_dtype
 from train.stages.data import SAMPLED
 from train.stages.vocab import load_projected, load_vocab
 from train.stages.writing import answer_sampling
@@ -78,11 +79,11 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     export = context.artifacts[Stage.export].directory / "checkpoint"
     trained = candidate_of(load_export(export, device, dtype), parts.head, device, dtype)
     if decoded is None:
-        batch_size, ids = config.data.regenerate.batch_size, context.drafter.aux_layer_ids
-        target = CompletingTarget.load(context.target.spec, parts, ids, device, batch_size)
+        capture = open_capture(context.target.spec, parts, context.drafter.aux_layer_ids, device)
+        target = CompletingTarget(capture, parts.fingerprint, config.data.regenerate.batch_size)
         chosen = range(min(evaluate.decoded_prompts, len(prompts)))
         decoded, decoded_samples = decode_in_transformers(target, trained, prompts, chosen, conditions)
-        del target  # its memory is free for the replay
+        del capture, target  # its memory is free for the replay
     else:
         decoded_samples = stored_samples(store, decoded)
 
@@ -129,7 +130,7 @@ def untrained(context: RunContext) -> Candidate:
     """Return the drafter as it was before the first step."""
     vocab = load_vocab(context.artifacts[Stage.vocab])
     projected = load_projected(context.artifacts[Stage.train].directory)
-    device = context.world.device
-    drafter, frozen = new_drafter(context.config, context.drafter, vocab, projected, device)
+    config, device = context.config, context.world.device
+    drafter, frozen = build_drafter(config, context.drafter, vocab, projected, device, step_dtype(config))
     drafter = drafter.to(device=device, dtype=frozen.embed_tokens.dtype)
     return drafter.requires_grad_(False), frozen

@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-import torch
 from datasets import Dataset
 
 from data.capture.arriving import ArrivingStates
 from data.capture.dispatch import Dispatcher
-from data.capture.hf import HiddenStateCapture, check_head
 from data.capture.hf_source import TransformersStates
 from data.capture.tokens import dataset_lengths
 from data.capture.transport.protocol import OpenTransport
@@ -19,15 +17,13 @@ from data.capture.vllm.server_info import ServerInfo
 from data.refusals import refusal_lines
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
-from data.target.loading import load_target
-from data.target.modules import locate
 from train.artifact import Artifact
 from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import World
 from train.engines.transport import open_run_spool, rank_name, spool_transport
-from train.target import Target
+from train.evaluation.completing import open_capture
 
 _READ_THREADS = 4  # of a rank, which read and decode the samples of a store
 BATCH_TOKENS = 8192  # of one forward pass in transformers, with padding: enough to keep a GPU busy
@@ -48,7 +44,9 @@ def opened_source(context: RunContext) -> Iterator[HiddenStateSource]:
         return
     samples, codec = training_samples(context.artifacts[Stage.data]), capture.codec
     if capture.source is CaptureSource.hf:
-        target = open_capture(context.target, context.drafter.aux_layer_ids, world.device)
+        target = open_capture(
+            context.target.spec, context.target.parts, context.drafter.aux_layer_ids, world.device
+        )
         yield TransformersStates(samples, target, codec, BATCH_TOKENS)
         return
     with arriving_states(context, samples, codec, checks_refused=True) as source:
@@ -69,14 +67,6 @@ def open_store(location: str | Path, world: World, *, given: bool = False) -> Hi
     store = HiddenStateStore(location, num_threads=_READ_THREADS, given=given)
     store.verify(world.rank, world.size)
     return store
-
-
-def open_capture(target: Target, aux_layer_ids: tuple[int, ...], device: torch.device) -> HiddenStateCapture:
-    """Load the target with its capture hooks, and check that its head gives its logits."""
-    model = load_target(target.spec, device)
-    capture = HiddenStateCapture(model, locate(model), aux_layer_ids)
-    check_head(capture, target.parts.head)
-    return capture
 
 
 @contextmanager

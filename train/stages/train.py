@@ -21,9 +21,9 @@ from train.config.capture import CaptureMode
 from train.config.run import RunConfig, Stage, training_seed
 from train.context import RunContext
 from train.distributed import on_main_first, wait_for_ranks
+from train.drafter.build import build_drafter
 from train.stages.building import (
     expected_speed,
-    new_drafter,
     new_engine,
     row_flops,
     row_loader,
@@ -96,7 +96,9 @@ def built(
 
     on_main_first(world.is_main, lambda: keep_vocab(artifacts[Stage.vocab], directory))
     vocab, projected = load_vocab(artifacts[Stage.vocab]), load_projected(directory)
-    drafter, frozen = new_drafter(config, context.drafter, vocab, projected, world.device)
+    drafter, frozen = build_drafter(
+        config, context.drafter, vocab, projected, world.device, step_dtype(config)
+    )
     speed = expected_speed(config, world, drafter)
     engine = new_engine(config, optim, world, drafter, frozen, groups)
 

@@ -30,8 +30,7 @@ from train.config.target import TargetConfig
 from train.config.training import Precision
 from train.context import RunContext
 from train.distributed import World
-from train.drafter.build import frozen_rows
-from train.stages.building import new_drafter
+from train.drafter.build import build_drafter, frozen_rows
 from train.stages.data import TOKEN_COUNTS
 from train.stages.vocab import load_projected, load_vocab, run_vocab, vocab_inputs
 
@@ -79,7 +78,9 @@ def started(made: RunContext, directory: Path) -> tuple[Drafter, dict[str, torch
     save_file({"counts": torch.ones(made.target.parts.vocab_size, dtype=torch.int64)}, data / TOKEN_COUNTS)
     run_vocab(made, directory)
     vocab = load_vocab(Artifact("vocab", {}, directory))
-    drafter, _ = new_drafter(made.config, made.drafter, vocab, load_projected(directory), made.world.device)
+    drafter, _ = build_drafter(
+        made.config, made.drafter, vocab, load_projected(directory), made.world.device, torch.float32
+    )
     return drafter, load_file(directory / "vocab.safetensors")
 
 
@@ -104,7 +105,7 @@ def test_a_frozen_head_comes_from_the_checkpoint(spec: TargetSpec, checkpoint: P
     made = context(spec, checkpoint, tmp_path, train_lm_head=False)
     started(made, tmp_path / "vocab")
     vocab = load_vocab(Artifact("vocab", {}, tmp_path / "vocab"))
-    _, frozen = new_drafter(made.config, made.drafter, vocab, {}, made.world.device)
+    _, frozen = build_drafter(made.config, made.drafter, vocab, {}, made.world.device, torch.float32)
     saved = load_file(checkpoint / "model.safetensors")
     assert frozen.lm_head is not None
     assert torch.equal(frozen.lm_head.weight, saved["lm_head.weight"])
@@ -122,7 +123,7 @@ def test_the_rows_of_a_narrower_drafter_are_projected_once(
     monkeypatch.setattr(torch.linalg, "eigh", lambda *_: pytest.fail("they were projected again"))
     vocab = load_vocab(Artifact("vocab", {}, tmp_path / "vocab"))
     projected = load_projected(tmp_path / "vocab")
-    _, frozen = new_drafter(made.config, made.drafter, vocab, projected, made.world.device)
+    _, frozen = build_drafter(made.config, made.drafter, vocab, projected, made.world.device, torch.float32)
     embed_tokens, lm_head = frozen_rows(vocab, made.target.parts, None, projected)  # what is exported
     assert frozen.lm_head is not None
     assert torch.equal(frozen.embed_tokens, embed_tokens)

@@ -17,7 +17,6 @@ from train.distributed import World
 from train.evaluation import vllm as vllm_evaluation
 from train.evaluation.measure import Conditions, without_vllm
 from train.evaluation.serving import (
-    Counters,
     DecodeJob,
     JobResult,
     PlacedDraft,
@@ -88,7 +87,7 @@ def test_vllm_drafts_with_the_head_and_writes_what_the_target_does(
     found = decode_with_mtp_head(context, prompts, CONDITIONS)
     drafted, alone = results
     assert drafted.served.completions == alone.served.completions
-    assert drafted.counters.num_accepted > 20  # and vLLM's counters are those of the recorded drafts
+    assert drafted.counters["num_accepted"] > 20  # and vLLM's counters are those of the recorded drafts
     # Each prompt's drafts that end within its completion, in which accepted tokens are what was written.
     counts = [
         [
@@ -112,7 +111,8 @@ def test_the_head_is_compared_by_prompt(
     def drafted(job: DecodeJob, *_: object) -> JobResult:
         speculative.append(job.engine.arguments()["speculative_config"])
         drafts = [[PlacedDraft(1, [3, 4, 5, 6], 2)], [PlacedDraft(1, [3, 4, 5, 6], 0)]]
-        served, counters = Served([[9] * 8, [9] * 4], drafts), Counters(2, 2, (1, 1, 0, 0))
+        counters = {"num_drafts": 2, "num_accepted": 2, "accepted_per_position": [1, 1, 0, 0]}
+        served = Served([[9] * 8, [9] * 4], drafts)
         return JobResult(served, counters, "V1", "0.32.0")
 
     monkeypatch.setattr(vllm_evaluation, "run_job", drafted)

@@ -1,13 +1,13 @@
 """Numbers from vLLM's completions, and the prompts that are left out."""
 
-from dataclasses import replace
+from dataclasses import asdict
+from typing import Any
 
 import pytest
 
 from eagle31.errors import UserError
 from train.evaluation.measure import Conditions
 from train.evaluation.serving import (
-    Counters,
     EngineFailure,
     JobResult,
     PlacedDraft,
@@ -15,7 +15,7 @@ from train.evaluation.serving import (
     acceptance,
     draft_room,
 )
-from train.evaluation.vllm import check_recorded, fitting_prompts
+from train.evaluation.vllm import fitting_prompts
 
 # Drafts of three tokens: the second was accepted past the end, so that it does not count.
 COMPLETION = list(range(10, 18))
@@ -28,12 +28,17 @@ def test_drafts_count_that_end_within_the_completion() -> None:
     assert (stats.num_drafts, stats.accepted_per_position) == (2, (2, 2, 1))
 
 
+def counted(num_drafts: int, accepted: list[int]) -> dict[str, Any]:
+    return {"num_drafts": num_drafts, "num_accepted": sum(accepted), "accepted_per_position": accepted}
+
+
 def test_drafts_that_are_not_those_of_the_counters_raise() -> None:
-    right = JobResult(Served([COMPLETION], [DRAFTS]), Counters(2, 5, (2, 2, 1)), "V1", "0")
-    check_recorded(right, 3)
-    for counters in (Counters(1, 5, (2, 2, 1)), Counters(2, 4, (2, 2, 0))):
+    right = {"completions": [COMPLETION], "drafts": [[asdict(one) for one in DRAFTS]]}
+    right |= {"counters": counted(2, [2, 2, 1]), "model_runner": "V1", "vllm_version": "0"}
+    assert JobResult.from_json(right).served == Served([COMPLETION], [DRAFTS])
+    for counters in (counted(1, [2, 2, 1]), counted(2, [2, 2, 0])):
         with pytest.raises(EngineFailure, match="not those that vLLM counts"):
-            check_recorded(replace(right, counters=counters), 3)
+            JobResult.from_json(right | {"counters": counters})
 
 
 def test_prompts_without_room_for_completion_and_draft_are_left_out(capsys: pytest.CaptureFixture) -> None:

@@ -1,6 +1,6 @@
 """Running the cases' exports in vLLM, and comparing its drafts with those of the trained drafter."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -15,13 +15,12 @@ from eagle31.export.read import load_export
 from tests.data.capture.vllm.targets import KV_CACHE_BYTES
 from tests.train.parity.parity_cases import CASES, SCALED_FROM, target_path
 from train.drafter.published import target_defaults
-from train.evaluation.parity import Comparison, Reference
+from train.evaluation.parity import Comparison, compare_engine
 from train.evaluation.serving import (
     DecodeJob,
     EngineFailure,
     EngineSpec,
     JobResult,
-    Served,
     draft_room,
 )
 
@@ -47,7 +46,6 @@ class EngineResults:
 
     trained: Path
     results: dict[str, JobResult | EngineFailure]
-    references: dict[Path, Reference] = field(default_factory=dict)  # by the export
 
     def decoded(self, name: str) -> JobResult:
         """Return a job's result; fail the test where its engine failed."""
@@ -56,18 +54,13 @@ class EngineResults:
             pytest.fail(str(result), pytrace=False)
         return result
 
-    def served(self, name: str) -> Served:
-        return self.decoded(name).served
-
     def compare(self, job: str, case: str, export: Path, amount: Amount = ENOUGH) -> Comparison:
         """Compare a job's drafts and completions with the trained drafter and the target."""
-        if export not in self.references:
-            spec = TargetSpec(str(target_path(case, self.trained)), dtype="float32")
-            parts = load_target_parts(spec)
-            loaded = load_export(export, CPU, torch.float32, target=target_defaults(parts))
-            self.references[export] = Reference.load(loaded, parts, spec, CPU)
+        spec = TargetSpec(str(target_path(case, self.trained)), dtype="float32")
+        parts = load_target_parts(spec)
+        loaded = load_export(export, CPU, torch.float32, target=target_defaults(parts))
         prompts = held_out_prompts(self.trained, CASES[case].target)[: amount.num_prompts]
-        return self.references[export].compare(prompts, self.served(job), K, torch.float32)
+        return compare_engine(loaded, parts, spec, prompts, self.decoded(job).served, K, torch.float32)
 
 
 def held_out_prompts(trained: Path, target: str) -> list[list[int]]:

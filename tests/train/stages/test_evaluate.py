@@ -22,7 +22,7 @@ from train.context import RunContext
 from train.distributed import World
 from train.evaluation import completing
 from train.evaluation import vllm as vllm_evaluation
-from train.evaluation.parity import Reference
+from train.evaluation.parity import compare_engine
 from train.evaluation.serving import DecodeJob, JobResult, run_job
 from train.pipeline import run_stages, unfinished_stages
 from train.stages.report import run_report
@@ -85,8 +85,7 @@ def test_vllm_drafts_and_writes_what_was_trained(small_target: EmbeddedTarget, i
     parts = load_target_parts(spec)
     loaded = load_export(export, CPU, torch.float32)
     served = in_vllm.results[0].served
-    reference = Reference.load(loaded, parts, spec, CPU)
-    comparison = reference.compare(job.prompts, served, job.engine.k, torch.float32)
+    comparison = compare_engine(loaded, parts, spec, job.prompts, served, job.engine.k, torch.float32)
     assert comparison.failures == []
     assert comparison.agreement.num_compared == comparison.agreement.num_drafts > 20
     assert comparison.replayed == comparison.vllm
