@@ -148,9 +148,7 @@ def test_matrix(asked: CheckpointEvaluation, tmp_path: Path, monkeypatch: pytest
         assert cell["ratio"]["value"] == pytest.approx(lengths[0] / lengths[1])
     assert f"{names[1]} " in format_matrix(result)
     # The completions are kept, so that the target writes none again.
-    monkeypatch.setattr(
-        TransformersGenerator, "converse", lambda _, asked, *__: set(asked) and pytest.fail(asked)
-    )
+    monkeypatch.setattr(TransformersGenerator, "submit", lambda _, group, *__: pytest.fail(group))
     assert evaluate_checkpoint(settings, conditions) == result
 
 
