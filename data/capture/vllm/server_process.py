@@ -1,7 +1,5 @@
 """A vLLM server that this process starts and that ends with it."""
 
-import http.client
-import json
 import os
 import socket
 import sys
@@ -9,7 +7,9 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import httpx
 import torch
 
 from data.capture.vllm.environment import KEY_VARIABLE, LOADER, capture_environment, find_python
@@ -60,14 +60,20 @@ class ServerProcess:
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         python = find_python()
-        self._host, self._key, self._log = host, key, log
+        self._log = log
         self._limit_seconds, self._stall_seconds = limit_seconds, stall_seconds
         self._reservation = _reserve(host, port)
-        self._port: int = self._reservation.getsockname()[1]
-        self.url = f"http://{_in_url(host)}:{self._port}"
+        port = self._reservation.getsockname()[1]
+        self.url = f"http://{_in_url(host)}:{port}"
+        self._client = httpx.Client(
+            base_url=f"http://{_in_url(_EVERY_ADDRESS.get(host, host))}:{port}",
+            headers={} if key is None else {"Authorization": f"Bearer {key}"},
+            limits=httpx.Limits(max_keepalive_connections=0),  # none outlives the server
+            trust_env=False,
+        )
         self._command = [
             *(str(python), "-m", "vllm.entrypoints.openai.api_server", *arguments),
-            *("--host", host, "--port", str(self._port)),
+            *("--host", host, "--port", str(port)),
             *("--middleware", f"{LOADER.stem}.Gate", "--disable-uvicorn-access-log"),
         ]
         self._environment = _environment(python, key, devices)
@@ -191,24 +197,17 @@ class ServerProcess:
         batch at random as soon as one of them is sampled.
         """
         body = {"prompt": [0], "max_tokens": 1, "temperature": 0.0}
-        return self._request("POST", "/v1/completions", self._stall_seconds, json.dumps(body)) is not None
+        return self._request("POST", "/v1/completions", self._stall_seconds, body) is not None
 
-    def _request(self, method: str, path: str, seconds: float, body: str | None = None) -> bytes | None:
+    def _request(
+        self, method: str, path: str, seconds: float, body: dict[str, Any] | None = None
+    ) -> bytes | None:
         """Return the answer's content, or None where there is none or it is an error."""
-        host = _EVERY_ADDRESS.get(self._host, self._host)
-        connection = http.client.HTTPConnection(host, self._port, timeout=seconds)
-        headers = {"Content-Type": "application/json"}
-        if self._key is not None:
-            headers["Authorization"] = f"Bearer {self._key}"
         try:
-            connection.request(method, path, body, headers)
-            answer = connection.getresponse()
-            found = answer.read()
-        except (OSError, http.client.HTTPException):
+            answer = self._client.request(method, path, json=body, timeout=seconds)
+        except httpx.HTTPError:
             return None
-        finally:
-            connection.close()
-        return found if answer.status == 200 else None
+        return answer.content if answer.status_code == 200 else None
 
     def _error(self, what: str) -> UserError:
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
