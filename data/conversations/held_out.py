@@ -1,7 +1,6 @@
 """The prompts of conversations: which are held out, and which training conversations contain them."""
 
 import hashlib
-import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
 
@@ -31,24 +30,16 @@ def prompt_rank(prompt: str, seed: int) -> bytes:
     return hashlib.sha256(f"{seed}:{prompt}".encode()).digest()[: RANK.itemsize]
 
 
-def prompt_hashes(conversations: Iterable[Conversation]) -> NDArray[np.uint64]:
-    """Return a hash of each conversation's prompt, whatever its white space. [C]"""
-    prompts = (" ".join(first_prompt(one).split()).encode() for one in conversations)
-    digests = (hashlib.blake2b(prompt, digest_size=8).digest() for prompt in prompts)
-    return np.array([int.from_bytes(digest, sys.byteorder) for digest in digests], dtype=np.uint64)
-
-
 def chosen_prompts(ranks: NDArray[np.void], num_prompts: int) -> _Indices:
     """Return the first conversation with each of the prompts of lowest rank, at most so many."""
     _, first = np.unique(ranks, return_index=True)  # sorted by rank
     return first[:num_prompts].astype(np.int64)
 
 
-def held_out_split(ranks: NDArray[np.void], num_held_out: int) -> tuple[_Indices, _Indices]:
-    """Hold out `num_held_out` prompts; return the indices of (train, held_out).
+def held_out_prompts(ranks: NDArray[np.void], num_held_out: int) -> _Indices:
+    """Return the first conversation with each of the prompts that are held out, by rank.
 
-    All conversations with a held-out prompt are left out of training; held_out has the first of each prompt,
-    by rank. The choice depends only on the texts of the prompts and the seed, not on their order.
+    The choice depends only on the texts of the prompts and the seed, not on their order.
 
     Raises:
         UserError: no training data would be left.
@@ -60,8 +51,7 @@ def held_out_split(ranks: NDArray[np.void], num_held_out: int) -> tuple[_Indices
             "data.num_validation and data.num_test."
         )
         raise UserError("data.num_validation + data.num_test", num_held_out, remedy)
-    held_out = chosen_prompts(ranks, num_held_out)
-    return np.flatnonzero(~np.isin(ranks, ranks[held_out])), held_out
+    return chosen_prompts(ranks, num_held_out)
 
 
 class EvaluationPrompts:

@@ -18,7 +18,7 @@ from data.conversations.held_out import (
     EvaluationPrompts,
     chosen_prompts,
     first_prompt,
-    held_out_split,
+    held_out_prompts,
     prompt_rank,
 )
 from data.conversations.near_duplicates import near_duplicates
@@ -200,12 +200,11 @@ def _print_read(reader: ConversationReader) -> None:
 
 def _held_out(read: _Read, kept: _Indices, num_held_out: int) -> tuple[_Indices, list[Conversation]]:
     """Return the indices of the training conversations, without the prompts of the held-out ones."""
-    first, second = held_out_split(read.ranks[kept], num_held_out)
-    training, held_out = kept[first], [read.table[int(i)] for i in kept[second]]
-    prompts = EvaluationPrompts()
+    chosen = kept[held_out_prompts(read.ranks[kept], num_held_out)]
+    held_out, prompts = [read.table[int(i)] for i in chosen], EvaluationPrompts()
     prompts.add("held out", held_out)
-    differs = np.array([prompts.find(one) < 0 for one in Selection(read.table, training)], dtype=bool)
-    return training[differs], held_out
+    differs = np.array([prompts.find(one) < 0 for one in Selection(read.table, kept)], dtype=bool)
+    return kept[differs], held_out
 
 
 def _write_left_out(path: Path, read: _Read, duplicate_of: _Indices, set_names: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations.held_out import choose_prompts, prompt_hashes
+from data.conversations.held_out import choose_prompts, first_prompt, prompt_rank
 from data.conversations.perturbation import SYSTEM_PROMPTS, TEMPLATES, UNCHANGED, PromptSetting, check_setting
 from data.conversations.prompts import prompt_ids, prompt_messages
 from data.conversations.reading import Source
@@ -147,7 +147,7 @@ def render_cells(
     for domain, conversations in domains.items():
         documents = [_text_of(one) for one in conversations]
         chosen = choose_prompts(conversations, num_prompts, seed)
-        ids = [f"{number:016x}" for number in prompt_hashes(chosen).tolist()]
+        ids = [prompt_rank(first_prompt(one), seed).hex() for one in chosen]
         for setting in settings:
             rendered: dict[str, list[int]] = {}
             reason = "The domain has no prompts."

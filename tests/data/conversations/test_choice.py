@@ -6,7 +6,7 @@ from data.conversations.held_out import (
     EvaluationPrompts,
     choose_prompts,
     first_prompt,
-    held_out_split,
+    held_out_prompts,
     prompt_rank,
 )
 from data.conversations.mixing import Share, chosen_mixture
@@ -21,19 +21,9 @@ def ranks(prompts: list[str], seed: int = 0) -> np.ndarray:
     return np.frombuffer(b"".join(prompt_rank(prompt, seed) for prompt in prompts), RANK)
 
 
-def test_the_same_prompt_is_never_on_both_sides():
-    prompts = [f"p{i % 30}" for i in range(90)]
-    train, held_out = held_out_split(ranks(prompts), 10)
-    assert len(held_out) == len({prompts[i] for i in held_out}) == 10
-    assert all(i < 30 for i in held_out)  # the first of each prompt
-    assert not {prompts[i] for i in held_out} & {prompts[i] for i in train}
-    assert len(train) == 60
-    assert train.tolist() == sorted(train)
-
-
 def test_holding_out_every_prompt_is_a_user_error():
     with pytest.raises(UserError, match=r"or lower data\.num_validation"):
-        held_out_split(ranks(["a", "a", "b"]), 2)
+        held_out_prompts(ranks(["a", "a", "b"]), 2)
 
 
 def counts(**shares: Share) -> list[int]:
