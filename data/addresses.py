@@ -1,7 +1,10 @@
 """Addresses of machines and of files."""
 
+import socket
 from ipaddress import ip_address
 from pathlib import Path
+
+_ELSEWHERE = ("192.0.2.1", 9)  # an address of no machine (RFC 5737)
 
 
 def is_url(location: str | Path) -> bool:
@@ -17,3 +20,13 @@ def is_loopback(host: str | None) -> bool:
         return host is not None and ip_address(host).is_loopback
     except ValueError:
         return False  # a name that other machines may know
+
+
+def outward_address() -> str | None:
+    """Return the address from which this machine reaches others, or None. It sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_ELSEWHERE)
+        except OSError:
+            return None
+        return probe.getsockname()[0]

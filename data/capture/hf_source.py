@@ -14,34 +14,10 @@ from data.store.codec import decode, encode
 from eagle31.errors import UserError
 
 
-def capture_samples(
-    dataset: Dataset,
-    capture: HiddenStateCapture,
-    batch_tokens: int,
-    sample_ids: Sequence[int],
-    missing: Collection[int],
-) -> Generator[tuple[int, CapturedSample], None, None]:
-    """Yield captured samples, the longest first. Samples of similar length are captured together.
-
-    Args:
-        batch_tokens: the most tokens in one forward pass, with padding.
-        sample_ids: those that are divided into batches.
-        missing: those of them that are captured. A batch that has some of them runs with all of its samples,
-            because other batches round differently: a resumed capture has the states of an uninterrupted one.
-    """
-    tokens, lengths, wanted = TokenRows(dataset), dataset_lengths(dataset), set(missing)
-    for indices in batches_by_length([lengths[i] for i in sample_ids], batch_tokens):
-        batch = [sample_ids[index] for index in indices]
-        if wanted.isdisjoint(batch):
-            continue
-        rows = tokens.read(batch)
-        for sample_id, row, states in zip(batch, rows, _states(capture, rows), strict=True):
-            if sample_id in wanted:
-                yield sample_id, CapturedSample(*row, *states)
-
-
 class TransformersStates:
-    """A `HiddenStateSource` that runs the target whenever training reads samples, in the thread that reads.
+    """The samples of a dataset with their states.
+
+    A `HiddenStateSource`, which runs the target when training reads samples, in the thread that reads.
 
     Args:
         dataset: columns input_ids and loss_mask.
@@ -57,17 +33,35 @@ class TransformersStates:
         # In a stream of its own it runs next to the kernels of training.
         self._stream = torch.cuda.Stream(capture.device) if on_gpu else None
 
+    def captured(
+        self, indices: Sequence[int], missing: Collection[int]
+    ) -> Generator[tuple[int, CapturedSample], None, None]:
+        """Yield captured samples, the longest first. Samples of similar length are captured together.
+
+        Args:
+            indices: those that are divided into batches.
+            missing: those of them that are captured. A batch that has some of them runs with all of its
+                samples, because other batches round differently: a resumed capture has the states of an
+                uninterrupted one.
+        """
+        wanted = set(missing)
+        for places in batches_by_length([self.lengths[index] for index in indices], self._batch_tokens):
+            batch = [indices[place] for place in places]
+            if wanted.isdisjoint(batch):
+                continue
+            rows = self._tokens.read(batch)
+            for index, row, states in zip(batch, rows, _states(self._capture, rows), strict=True):
+                if index in wanted:
+                    yield index, CapturedSample(*row, *states)
+
     def get_many(self, indices: Sequence[int]) -> list[CapturedSample]:
         """Capture samples and return them in host memory."""
-        rows = self._tokens.read(indices)
         samples: dict[int, CapturedSample] = {}
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            for batch in batches_by_length([len(ids) for ids, _ in rows], self._batch_tokens):
-                of_batch = [rows[place] for place in batch]
-                for place, row, states in zip(batch, of_batch, _states(self._capture, of_batch), strict=True):
-                    encoded = encode(CapturedSample(*row, *states), self._codec)
-                    samples[place] = decode({name: tensor.cpu() for name, tensor in encoded.items()})
-        return [samples[place] for place in range(len(rows))]
+            for index, sample in self.captured(indices, indices):
+                encoded = encode(sample, self._codec)
+                samples[index] = decode({name: tensor.cpu() for name, tensor in encoded.items()})
+        return [samples[index] for index in indices]
 
 
 def batches_by_length(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:

@@ -1,12 +1,11 @@
 """The capture stage: the target's hidden states, in a store or online. Every rank runs it."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from data.capture.filling import Capture, StoreSpec, fill_store
-from data.capture.hf_source import capture_samples
+from data.capture.hf_source import TransformersStates
 from data.capture.tokens import tokens_fingerprint
 from data.samples import CapturedSample, StateShape
 from data.store import HiddenStateStore
@@ -117,8 +116,8 @@ def capture_by_hf(
     spec, parts = context.target.spec, context.target.parts
     target = open_capture(spec, parts, context.drafter.aux_layer_ids, context.world.device)
     for store in stores:
-        capture = partial(capture_samples, store.dataset, target, BATCH_TOKENS)
-        _fill(context, store, capture, manifest_fields)
+        states = TransformersStates(store.dataset, target, store.codec, BATCH_TOKENS)
+        _fill(context, store, states.captured, manifest_fields)
 
 
 def capture_by_engines(

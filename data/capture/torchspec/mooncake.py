@@ -8,6 +8,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from data.addresses import outward_address
 from data.cache import cache_directory
 from eagle31.errors import UserError
 
@@ -15,7 +16,6 @@ REQUIREMENT = "mooncake-transfer-engine-non-cuda>=0.3.13,<0.4"
 
 _CONNECT_SECONDS = 5.0
 _LOCAL_BYTES = 64  # of the client's buffer; puts and gets use memory that we register
-_ELSEWHERE = ("192.0.2.1", 9)  # an address of no machine (RFC 5737)
 # Each one needs those before it.
 _LIBRARIES = ("libnl-3.so.200", "libnl-route-3.so.200", "libibverbs.so.1")
 
@@ -99,13 +99,3 @@ def reach(master: str) -> str:
     # Many systems give a machine's name a loopback address, at which other machines do not reach it.
     named = ip_address(masters).is_loopback and host != "localhost" and host != masters
     return (outward_address() or own) if named else own
-
-
-def outward_address() -> str | None:
-    """Return the address from which this machine reaches others, or None. It sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(_ELSEWHERE)
-        except OSError:
-            return None
-        return probe.getsockname()[0]

@@ -1,6 +1,5 @@
 from collections import namedtuple
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import Event, Thread
@@ -19,7 +18,7 @@ from data.capture.filling import (
     store_fields,
 )
 from data.capture.hf import HiddenStateCapture
-from data.capture.hf_source import TransformersStates, capture_samples
+from data.capture.hf_source import TransformersStates
 from data.capture.tokens import dataset_lengths, dataset_rows, tokens_fingerprint
 from data.samples import CapturedSample, StateShape
 from data.store import HiddenStateStore
@@ -66,7 +65,7 @@ def _capture(
     options = {"shard_tokens": SHARD_TOKENS, "manifest_fields": FIELDS} | own
     fill_store(
         expected,
-        partial(capture_samples, expected.dataset, capture, BATCH_TOKENS),
+        TransformersStates(expected.dataset, capture, expected.codec, BATCH_TOKENS).captured,
         shape_of(capture),
         rank=rank,
         world_size=world_size,

@@ -4,7 +4,8 @@ import socket
 
 import pytest
 
-from data.capture.torchspec.mooncake import outward_address, reach
+from data.addresses import outward_address
+from data.capture.torchspec.mooncake import reach
 
 
 def test_a_machine_whose_name_is_a_loopback_address_gives_others_another_one(
