@@ -162,7 +162,7 @@ def _is_empty(message: Mapping[str, Any]) -> bool:
 
 
 def to_conversation(row: dict[str, Any], messages: Messages, require_answer: bool) -> Conversation:
-    """Convert the messages of a row to a conversation as vLLM would pass it to the template.
+    """Convert messages with known roles to a conversation as vLLM would pass it to the template.
 
     Text parts are joined by newlines, empty `tool_calls` are removed, and tool call arguments that are a JSON
     string are parsed. Calls and tools without OpenAI's `function` get it.
@@ -208,7 +208,7 @@ def _check_text(values: Any) -> None:
 
 
 def _checked(message: dict[str, Any]) -> dict[str, Any]:
-    message = {key: value for key, value in with_known_role(message).items() if value is not None}
+    message = {key: value for key, value in message.items() if value is not None}
     message["content"] = text_of(message.get("content", ""))
     weights = [message.pop(key) for key in _WEIGHTS if key in message]
     if message["role"] == "assistant" and any(not one or str(one).lower() in _ZEROS for one in weights):

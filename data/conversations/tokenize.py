@@ -17,12 +17,11 @@ import datasets
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations import template
 from data.conversations.choices import Turns
 from data.conversations.masks import RenderedConversation, render
 from data.conversations.reading import first_reasons, print_left_out
 from data.conversations.schemas import Conversation, Conversations
-from data.conversations.template import TemplateRefused, has_markers, template_fingerprint
+from data.conversations.template import TemplateRefused, has_markers, name_of, template_fingerprint
 from data.conversations.token_bytes import token_ends
 from data.conversations.workers import map_in_order
 from data.progress import Progress
@@ -95,7 +94,7 @@ def tokenize(
     max_tokens: int,
     num_workers: int,
     output_dir: Path,
-    eos_token_ids: Collection[int] | None = None,
+    eos_token_ids: Collection[int],
     vocab_size: int | None = None,
     enough: Enough | None = None,
     progress: bool = False,
@@ -111,7 +110,7 @@ def tokenize(
             group may exist yet.
         output_dir: it is replaced when everything is complete. A directory next to it has the blocks that
             a killed run has finished, from which the same conversations and settings resume.
-        eos_token_ids: the tokens that end a turn, by default those of the tokenizer and generation config.
+        eos_token_ids: the tokens that end a turn.
         vocab_size: that of the target, which has every token of the data; None: any token is right.
         enough: leaves out the conversations that follow, the same ones for any number of workers.
         progress: reports progress on stderr.
@@ -120,7 +119,6 @@ def tokenize(
         UserError: the template cannot be used or refuses too many conversations, the target lacks a token, or
             no sample is left.
     """
-    eos_token_ids = template.eos_token_ids(tokenizer) if eos_token_ids is None else eos_token_ids
     fingerprint = template_fingerprint(tokenizer, template_kwargs)
     counts, notes, cut_away = Counter[str](), Counter[str](), Counter[int]()
     refused: list[tuple[str, str]] = []
@@ -258,7 +256,7 @@ def _check(
             f"No sample is left of {report.num_conversations} conversations: none has two assistant tokens "
             "in a row. Look at one with scripts/inspect_data: does the template write the answers?"
         )
-        raise UserError("target.chat_template", template.name_of(tokenizer), remedy)
+        raise UserError("target.chat_template", name_of(tokenizer), remedy)
     if num_cut_away <= num_samples * _MOST_CUT_AWAY:
         return
     num_missing = math.ceil(num_samples * (1 - _MOST_CUT_AWAY)) - report.num_samples

@@ -38,9 +38,6 @@ class VllmClient:
         answer_seconds: the longest time until the answer to a prompt, besides the time for its completion.
         num_sharing: the number of processes that send to the server at a time. Their prompts and completions
             under way have at most twice the tokens of its cache: one that waits there too long is lost.
-
-    Raises:
-        UserError: `url` is not a URL.
     """
 
     field = "vllm.servers"
@@ -55,9 +52,6 @@ class VllmClient:
         answer_seconds: float = STALL_SECONDS,
         num_sharing: int = 1,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            remedy = "Give the server's address, such as http://127.0.0.1:8000."
-            raise UserError("vllm.servers", url, remedy)
         self.name = url.rstrip("/").removesuffix("/v1")
         self.concurrency = concurrency
         self._num_sharing = num_sharing

@@ -4,7 +4,7 @@ import pytest
 from data.conversations import tokenize as tokenize_module
 from data.conversations.choices import Turns
 from data.conversations.schemas import Conversation
-from data.conversations.template import template_fingerprint
+from data.conversations.template import eos_token_ids, template_fingerprint
 from data.conversations.tokenize import Enough, TokenizeReport, tokenize
 from eagle31.errors import UserError
 from tests.data.conversations import chat_templates as templates
@@ -22,10 +22,14 @@ def options(**changed):
     return settings | changed
 
 
+def tokenized(data, tokenizer, **settings):
+    return tokenize(data, tokenizer, eos_token_ids=eos_token_ids(tokenizer), **settings)
+
+
 def test_the_dataset_and_its_report(tmp_path):
     tokenizer = byte_level_tokenizer(templates.CHATML)
     data = [conversation("a", "what is two", "four"), conversation("b", "and", "six", "and", "three")]
-    report = tokenize(data, tokenizer, output_dir=tmp_path / "out", **options())
+    report = tokenized(data, tokenizer, output_dir=tmp_path / "out", **options())
     dataset = datasets.load_from_disk(str(tmp_path / "out"))
     assert dataset.column_names == ["id", "input_ids", "loss_mask", "num_prompt_tokens"]
     assert dataset.features["input_ids"] == datasets.List(datasets.Value("int32"))
@@ -61,7 +65,7 @@ def test_it_stops_after_enough_conversations_and_samples_for_any_number_of_worke
         ("all", 1, Enough(10, 501)),
     ]:
         settings = options(num_workers=workers, max_tokens=60)
-        report = tokenize(data, tokenizer, output_dir=tmp_path / name, enough=enough, **settings)
+        report = tokenized(data, tokenizer, output_dir=tmp_path / name, enough=enough, **settings)
         dataset = datasets.load_from_disk(str(tmp_path / name))
         found.append((report.num_conversations, dataset["id"][:]))
     assert found[0] == found[1]
@@ -76,7 +80,7 @@ def test_overlong_samples_are_cut_and_reported(tmp_path):
     long_answer = conversation("long-answer", "and", "six " * 100)
     long_prompt = conversation("long-prompt", "and " * 100, "six")
     data = [short, long_answer, long_prompt]
-    cut = tokenize(data, tokenizer, output_dir=tmp_path / "cut", **options(max_tokens=40))
+    cut = tokenized(data, tokenizer, output_dir=tmp_path / "cut", **options(max_tokens=40))
     dataset = datasets.load_from_disk(str(tmp_path / "cut"))
     assert dataset["id"][:] == ["short", "long-answer"]
     assert len(dataset[1]["input_ids"]) == 40
@@ -98,14 +102,14 @@ def test_a_few_conversations_that_the_template_cannot_render_are_left_out_and_ma
     answer = {"role": "assistant", "content": "six"}
     bad = [Conversation(f"bad-{i}", (*twice, answer)) for i in range(6)]
     good = [conversation(str(i), "and", "six", "and", "six") for i in range(6)]
-    report = tokenize(bad[:5] + good, tokenizer, output_dir=tmp_path / "out", **options())
+    report = tokenized(bad[:5] + good, tokenizer, output_dir=tmp_path / "out", **options())
     assert (report.num_refused, report.num_samples) == (5, 6)
     first, *listed = capsys.readouterr().out.splitlines()
     assert first == "data: 5 conversations are rejected by the chat template and left out:"
     assert [line.split(":")[0].strip() for line in listed] == [one.id for one in bad[:5]]
     says = "Remedies" if template == UNSTABLE else "roles must alternate"
     with pytest.raises(UserError, match=rf"6 of 11 conversations refused.*{says}") as caught:
-        tokenize(bad + good[:5], tokenizer, output_dir=tmp_path / "no", **options())
+        tokenized(bad + good[:5], tokenizer, output_dir=tmp_path / "no", **options())
     assert caught.value.field == "target.chat_template"
     assert not (tmp_path / "no").exists()
 
@@ -116,7 +120,7 @@ def test_special_tokens_in_a_users_text_are_counted_and_leave_the_mask_alone(tmp
     answered = []
     for name, text in (("plain", "and"), ("fake", fake)):
         data = [conversation("a", text, "six", text, "four")]
-        report = tokenize(data, tokenizer, output_dir=tmp_path / name, **options(turns=Turns.each))
+        report = tokenized(data, tokenizer, output_dir=tmp_path / name, **options(turns=Turns.each))
         assert report.num_with_markers == (name == "fake")
         rows = datasets.load_from_disk(str(tmp_path / name))
         pairs = [zip(row["input_ids"], row["loss_mask"], strict=True) for row in rows]
@@ -128,7 +132,7 @@ def test_special_tokens_in_a_users_text_are_counted_and_leave_the_mask_alone(tmp
 def test_files_of_a_killed_run_are_removed(tmp_path):
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial" / "old.arrow").write_text("half")
-    tokenize(
+    tokenized(
         [conversation("a", "and", "six")],
         byte_level_tokenizer(templates.CHATML),
         output_dir=tmp_path / "out",
@@ -143,7 +147,7 @@ def test_a_killed_run_resumes_with_the_same_samples(tmp_path, monkeypatch, capsy
     tokenizer = byte_level_tokenizer(templates.STRICT)
     data = [conversation(str(i), "what " * (1 + 50 * (i % 2)), "six") for i in range(500)]
     data[3] = Conversation("bad", ({"role": "assistant", "content": "six"},))
-    whole = tokenize(data, tokenizer, output_dir=tmp_path / "whole", **options(max_tokens=60))
+    whole = tokenized(data, tokenizer, output_dir=tmp_path / "whole", **options(max_tokens=60))
     render, numbers = tokenize_module.render, []
 
     def killed(tokenizer, of, **settings):
@@ -154,12 +158,12 @@ def test_a_killed_run_resumes_with_the_same_samples(tmp_path, monkeypatch, capsy
 
     monkeypatch.setattr(tokenize_module, "render", killed)
     with pytest.raises(KeyboardInterrupt):
-        tokenize(data, tokenizer, output_dir=tmp_path / "out", **options(max_tokens=60))
+        tokenized(data, tokenizer, output_dir=tmp_path / "out", **options(max_tokens=60))
     numbers.clear()
     settings = options(max_tokens=60, enough=Enough(500, 1))
     capsys.readouterr()
     monkeypatch.setattr(tokenize_module, "render", lambda *a, **k: numbers.append(0) or render(*a, **k))
-    assert tokenize(data, tokenizer, output_dir=tmp_path / "out", **settings) == whole
+    assert tokenized(data, tokenizer, output_dir=tmp_path / "out", **settings) == whole
     assert len(numbers) == 500 - 256
     assert "\n  bad: " in capsys.readouterr().out
     both = [datasets.load_from_disk(str(tmp_path / name)).to_list() for name in ("whole", "out")]
