@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache, partial
 from typing import Protocol, runtime_checkable
 
@@ -55,6 +55,7 @@ class RowPosition:
     row: int = 0  # index in the epoch
 
 
+@dataclass(eq=False)
 class RowLoader:
     """A loader of this rank's packed rows of any optimizer step, from the one at which it begins.
 
@@ -81,47 +82,35 @@ class RowLoader:
         UserError: the data has too few rows for one step.
     """
 
-    def __init__(
-        self,
-        source: HiddenStateSource,
-        *,
-        row_tokens: int,
-        rows_per_step: int,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int,
-        costs: Sequence[float] | None = None,
-        pin_memory: bool = False,
-        pad_multiple: int = 64,
-        steps_ahead: int = 3,
-        steps_announced: int = 64,
-        begin: RowPosition = RowPosition(),
-        state_shape: StateShape | None = None,
-        reader: int = 0,
-        num_readers: int = 1,
-    ) -> None:
-        self.source = source
-        self.row_tokens = row_tokens
-        self.rows_per_step = rows_per_step
-        self.rank = rank
-        self.world_size = world_size
-        self.seed = seed
-        self.costs = costs
-        self.pin_memory = pin_memory
-        self.pad_multiple = pad_multiple
-        self.steps_ahead = steps_ahead
-        self.begin = begin
-        self.state_shape = state_shape
-        self.reader, self.num_readers = reader, num_readers
+    source: HiddenStateSource
+    _: KW_ONLY
+    row_tokens: int
+    rows_per_step: int
+    rank: int = 0
+    world_size: int = 1
+    seed: int
+    costs: Sequence[float] | None = None
+    pin_memory: bool = False
+    pad_multiple: int = 64
+    steps_ahead: int = 3
+    steps_announced: int = 64
+    begin: RowPosition = RowPosition()
+    state_shape: StateShape | None = None
+    reader: int = 0
+    num_readers: int = 1
+
+    def __post_init__(self) -> None:
         # Rows are read in their order, and announced or looked up again shortly before or after.
-        self._epoch = lru_cache(maxsize=2)(partial(pack_epoch, np.asarray(source.lengths), row_tokens, seed))
-        self.rows_per_epoch = len(self._epoch(begin.epoch))
-        self.steps_announced = min(steps_announced, self.rows_per_epoch // rows_per_step)
+        self._epoch = lru_cache(maxsize=2)(
+            partial(pack_epoch, np.asarray(self.source.lengths), self.row_tokens, self.seed)
+        )
+        self.rows_per_epoch = len(self._epoch(self.begin.epoch))
+        self.steps_announced = min(self.steps_announced, self.rows_per_epoch // self.rows_per_step)
         # A single thread reads the steps in the order in which they are announced.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="row-loader")
         self._ahead: deque[tuple[int, Future[list[PackedBatch | None]]]] = deque()
         self._announced = 0  # the first step that is not announced yet
-        check_enough(self.rows_per_epoch, row_tokens, rows_per_step)
+        check_enough(self.rows_per_epoch, self.row_tokens, self.rows_per_step)
 
     def rows(self, step: int) -> list[list[int]]:
         """Return the sample indices of each of this rank's rows of a step, none for an empty row."""
