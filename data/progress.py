@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TextIO, TypeVar
+from typing import TypeVar
 
 from tqdm import tqdm
 
@@ -28,8 +28,6 @@ class Progress:
         unit: names what is counted, in the plural.
         initial: how many of them an earlier run has finished.
         shown: False reports nothing; every rank but 0 passes that.
-        stream: takes the output; by default sys.stderr.
-        clock: returns seconds; never goes backwards.
     """
 
     def __init__(
@@ -40,25 +38,20 @@ class Progress:
         *,
         initial: int = 0,
         shown: bool = True,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stream = sys.stderr if stream is None else stream
         self._description, self._total, self._unit = description, total, unit
         self._initial = self._done = initial
-        self._clock = clock
         self._note: str | Callable[[], str] = ""
-        self._started = clock()
-        on_terminal = self._stream.isatty()
-        self._prints_lines = shown and not on_terminal
+        self._started = time.monotonic()
         self._next_line = self._started + FIRST_LINE_SECONDS
+        on_terminal = sys.stderr.isatty()
+        self._prints_lines = shown and not on_terminal
         self._bar = tqdm(
             total=total,
             initial=initial,
             desc=description,
             unit=f" {unit}",
             unit_scale=True,
-            file=self._stream,
             disable=not (shown and on_terminal),
         )
 
@@ -67,17 +60,24 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
-        now = self._clock()
-        if self._prints_lines and self._done > self._initial and now - self._started >= SHORTEST_SECONDS:
-            self._print(self._last_line(now))
+        seconds = time.monotonic() - self._started
+        if self._prints_lines and self._done > self._initial and seconds >= SHORTEST_SECONDS:
+            finished = self._total is None or self._done >= self._total
+            counts = f"{self._done:,}" if finished else f"stopped at {self._done:,}/{self._total:,}"
+            self._print(f"{counts} {self._unit} in {format_seconds(seconds)}", self._shown_rate())
 
     def update(self, count: int = 1) -> None:
         """Adds `count` finished units."""
         self._done += count
         self._bar.update(count)
-        if self._prints_lines and (now := self._clock()) >= self._next_line:
+        if self._prints_lines and (now := time.monotonic()) >= self._next_line:
             self._next_line = now + LINE_SECONDS
-            self._print(self._line(now))
+            counts, left = f"{self._done:,} {self._unit}", ""
+            if self._total:
+                counts = f"{self._done:,}/{self._total:,} {self._unit} ({self._done / self._total:.0%})"
+                if self._done > self._initial:
+                    left = f"{format_seconds(max(self._total - self._done, 0) / self._rate())} left"
+            self._print(counts, self._shown_rate(), left)
 
     def skip(self, count: int) -> None:
         """Adds units that an earlier run has finished, which say nothing of the rate."""
@@ -99,43 +99,23 @@ class Progress:
 
     def write(self, line: str) -> None:
         """Prints a separate line without breaking the bar, even if no progress is shown."""
-        self._bar.write(line, file=self._stream)
-        self._stream.flush()
-
-    def _line(self, now: float) -> str:
-        counts = f"{self._done:,}"
-        if self._total is not None:
-            counts += f"/{self._total:,}"
-        parts = [f"{counts} {self._unit}"]
-        if self._total:
-            parts[0] += f" ({self._done / self._total:.0%})"
-        rate = self._rate(now)
-        parts.append(self._shown_rate(rate))
-        if self._total is not None and rate > 0:
-            parts.append(f"{format_seconds(max(self._total - self._done, 0) / rate)} left")
-        return self._joined(parts)
-
-    def _last_line(self, now: float) -> str:
-        finished = self._total is None or self._done >= self._total
-        counts = f"{self._done:,}" if finished else f"stopped at {self._done:,}/{self._total:,}"
-        seconds = format_seconds(now - self._started)
-        return self._joined([f"{counts} {self._unit} in {seconds}", self._shown_rate(self._rate(now))])
-
-    def _joined(self, parts: list[str]) -> str:
-        return f"{self._description}: {', '.join([*parts, *filter(None, [self._shown_note()])])}"
+        self._bar.write(line, file=sys.stderr)
+        sys.stderr.flush()
 
     def _shown_note(self) -> str:
         return self._note if isinstance(self._note, str) else self._note()
 
-    def _rate(self, now: float) -> float:
+    def _rate(self) -> float:
         """The units per second of this run."""
-        return (self._done - self._initial) / max(now - self._started, 1e-9)
+        return (self._done - self._initial) / max(time.monotonic() - self._started, 1e-9)
 
-    def _shown_rate(self, rate: float) -> str:
+    def _shown_rate(self) -> str:
+        rate = self._rate()
         return f"{rate:,.0f} {self._unit}/s" if rate >= 100 else f"{rate:.3g} {self._unit}/s"
 
-    def _print(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+    def _print(self, *parts: str) -> None:
+        shown = ", ".join(filter(None, [*parts, self._shown_note()]))
+        print(f"{self._description}: {shown}", file=sys.stderr, flush=True)
 
 
 def tracked(

@@ -1,36 +1,34 @@
-import io
+from collections.abc import Callable
 
 import pytest
 
 from data.progress import Progress
 
-
-class Clock:
-    """Returns the time that the test has set."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+Run = Callable[..., list[str]]
 
 
-def run(
-    total: int | None, seconds_per_unit: float, units: int, completes: bool = False, **options: object
-) -> list[str]:
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Returns the lines that a stage prints to a log."""
-    clock, stream = Clock(), io.StringIO()
-    bar = Progress("capture", total, "tokens", stream=stream, clock=clock, **options)  # type: ignore[arg-type]
-    with bar:
-        for _ in range(units):
-            clock.now += seconds_per_unit
-            bar.update()
-        if completes:
-            bar.complete()
-    return stream.getvalue().splitlines()
+    now = 100.0
+    monkeypatch.setattr("data.progress.time.monotonic", lambda: now)
+
+    def run(
+        total: int | None, seconds_per_unit: float, units: int, completes: bool = False, shown: bool = True
+    ) -> list[str]:
+        nonlocal now
+        with Progress("capture", total, "tokens", shown=shown) as bar:
+            for _ in range(units):
+                now += seconds_per_unit
+                bar.update()
+            if completes:
+                bar.complete()
+        return capsys.readouterr().err.splitlines()
+
+    return run
 
 
-def test_a_log_has_a_line_after_5_seconds_then_every_30_and_one_at_the_end() -> None:
+def test_a_log_has_a_line_after_5_seconds_then_every_30_and_one_at_the_end(run: Run) -> None:
     assert run(100, 1.0, 100) == [
         "capture: 5/100 tokens (5%), 1 tokens/s, 1 min 35 s left",
         "capture: 35/100 tokens (35%), 1 tokens/s, 1 min 05 s left",
@@ -40,7 +38,7 @@ def test_a_log_has_a_line_after_5_seconds_then_every_30_and_one_at_the_end() -> 
     ]
 
 
-def test_what_ends_before_its_total_has_stopped_unless_the_total_was_an_estimate() -> None:
+def test_what_ends_before_its_total_has_stopped_unless_the_total_was_an_estimate(run: Run) -> None:
     assert run(9, 1.0, 3) == ["capture: stopped at 3/9 tokens in 3.0 s, 1 tokens/s"]
     assert run(9, 1.0, 3, completes=True) == ["capture: 3 tokens in 3.0 s, 1 tokens/s"]
 
@@ -48,5 +46,5 @@ def test_what_ends_before_its_total_has_stopped_unless_the_total_was_an_estimate
 @pytest.mark.parametrize(
     ("seconds", "units", "shown"), [(0.1, 9, True), (60.0, 0, True), (60.0, 3, False)], ids=str
 )
-def test_a_log_is_silent(seconds: float, units: int, shown: bool) -> None:
+def test_a_log_is_silent(run: Run, seconds: float, units: int, shown: bool) -> None:
     assert run(9, seconds, units, shown=shown) == []
