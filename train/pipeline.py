@@ -299,7 +299,7 @@ def checked_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
         check_ranks(config, world.size, context.artifacts[Stage.train].directory)
     if config.vllm.engine_args and starts_vllm(replace(config, stages=unfinished)):
         engine = server_settings(config, context.captured_target).engine
-        check_engine_args(find_python(), engine.answer_command_line(), config.vllm.engine_args)
+        check_engine_args(find_python(), engine.command_line(captures=False), config.vllm.engine_args)
     for stage in unfinished:
         if stage not in config.stages:
             remedy = f"They need stage '{stage.value}', which has no result for this configuration; add it."

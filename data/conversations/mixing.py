@@ -5,7 +5,6 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +72,10 @@ class _Read:
 
     names: list[str]
     table: ConversationTable
-    starts: list[int]  # of each source in the table, and the end
+    sources: NDArray[np.int32]  # [C], the index of a conversation's source
     ranks: NDArray[np.void]  # bytes [C], by which prompts are chosen; equal for equal prompts
     sets: NDArray[np.int32]  # [C], the evaluation set that has a conversation's prompt, or -1
     counts: Counter[str]  # of rows that are malformed or have images
-
-    @property
-    def sources(self) -> NDArray[np.int32]:
-        """The index of each conversation's source. [C]"""
-        counts = [end - start for start, end in pairwise(self.starts)]
-        return np.repeat(np.arange(len(self.names), dtype=np.int32), counts)
 
 
 def mix(mixture: Mixture, directory: Path, num_workers: int) -> MixedConversations:
@@ -158,15 +151,15 @@ def remove_tables(directory: Path) -> None:
 
 def _read(mixture: Mixture, sources: Mapping[str, Source], path: Path, evaluated: EvaluationPrompts) -> _Read:
     """Read all sources into a file of conversations, which are in memory one at a time."""
-    ranks, sets, starts, counts = bytearray(), [], [0], Counter[str]()
-    table = ConversationTable(path)
+    ranks, sets, counts = bytearray(), [], Counter[str]()
+    table, ends = ConversationTable(path), [0]
     for source in sources.values():
         reader = source.reader(mixture.split_text)
         for conversation in reader:
             table.add(conversation)
             ranks += prompt_rank(first_prompt(conversation), mixture.seed)
             sets.append(evaluated.find(conversation))
-        starts.append(len(sets))
+        ends.append(len(sets))
         counts["num_malformed"] += len(reader.malformed)
         counts["num_left_out"] += len(reader.left_out)
         counts["num_cut"] += reader.cut.total()
@@ -175,7 +168,7 @@ def _read(mixture: Mixture, sources: Mapping[str, Source], path: Path, evaluated
     return _Read(
         list(sources),
         table,
-        starts,
+        np.repeat(np.arange(len(sources), dtype=np.int32), np.diff(ends)),
         np.frombuffer(bytes(ranks), RANK),
         np.array(sets, dtype=np.int32),
         counts,

@@ -123,7 +123,7 @@ class RunServers:
             settings = self._settings(captures)
             engine = settings.engine
             self._process = ServerProcess(
-                engine.command_line() if captures else engine.answer_command_line(),
+                engine.command_line(captures),
                 host=node_address() if self._world.num_nodes > 1 else _LOOPBACK,
                 port=None,
                 key=self._key(),

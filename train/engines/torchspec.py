@@ -111,7 +111,7 @@ class TorchSpecEngines:
             if authentication:
                 os.environ[AUTHENTICATION_VARIABLE] = authentication  # Ray reads it when it is imported
             load_torchspec()
-            join_ray(address)
+            join_ray(address=address)
         self._store = store
 
     @contextmanager

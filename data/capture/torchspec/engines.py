@@ -133,11 +133,6 @@ def load_torchspec() -> None:
     logging.getLogger(ray.__name__).setLevel(logging.ERROR)
 
 
-def join_ray(address: str) -> None:
-    """Connect this process to the cluster of the run, or to the one that the user has started."""
-    _init(address=address)
-
-
 def start_ray(settings: TorchSpecSettings, devices: Sequence[int], log_dir: Path) -> str:
     """Connect to the cluster in RAY_ADDRESS, or start one on this machine; return its address.
 
@@ -159,12 +154,12 @@ def start_ray(settings: TorchSpecSettings, devices: Sequence[int], log_dir: Path
         environment["worker_process_setup_hook"] = _cpu_hook()
     given, visible = os.environ.get(_ADDRESS), os.environ.get("CUDA_VISIBLE_DEVICES")
     if given:
-        _init(address=given, runtime_env=environment)
+        join_ray(address=given, runtime_env=environment)
     else:
         num_gpus = settings.num_engines * settings.gpus_per_engine
         if devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_devices(devices))
-        _init(
+        join_ray(
             address="local",
             num_gpus=num_gpus,
             num_cpus=num_gpus + 1,
@@ -180,7 +175,8 @@ def start_ray(settings: TorchSpecSettings, devices: Sequence[int], log_dir: Path
     return ray.get_runtime_context().gcs_address
 
 
-def _init(**arguments: Any) -> None:
+def join_ray(**arguments: Any) -> None:
+    """Connect this process to a cluster, by the arguments of `ray.init`, or start one."""
     import ray
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -60,8 +60,12 @@ class CaptureEngine:
             )
             raise UserError("drafter.aux_layer_ids", list(self.target.aux_layer_ids), remedy)
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `vllm.LLM` for capture."""
+    def arguments(self, captures: bool = True) -> dict[str, Any]:
+        """Return the arguments of `vllm.LLM`, for capture or for completions alone."""
+        if not captures:
+            # On the CPU, a prompt with a seed that is prefilled in chunks ends vLLM 0.32.
+            unchunked = {} if torch.cuda.is_available() else {"enable_chunked_prefill": False}
+            return unchunked | self._plain_arguments()
         parts, aux_layer_ids = self.target.parts, self.target.aux_layer_ids
         settings = {
             "aux_layer_ids": list(aux_layer_ids),
@@ -86,12 +90,6 @@ class CaptureEngine:
             },
         }
 
-    def answer_arguments(self) -> dict[str, Any]:
-        """Return the arguments of an engine that only writes completions."""
-        # On the CPU, a prompt with a seed that is prefilled in chunks ends vLLM 0.32.
-        unchunked = {} if torch.cuda.is_available() else {"enable_chunked_prefill": False}
-        return unchunked | self._plain_arguments()
-
     def _plain_arguments(self) -> dict[str, Any]:
         spec, dtype = self.target.spec, self.target.parts.dtype_name
         arguments = {
@@ -111,13 +109,16 @@ class CaptureEngine:
             arguments |= attention_backend(str(self.extra.get("dtype", dtype)))
         return arguments | dict(self.extra)
 
-    def command_line(self) -> list[str]:
-        """Return the arguments of a server that captures."""
-        return _command_line(self.arguments())
-
-    def answer_command_line(self) -> list[str]:
-        """Return the arguments of a server that only writes completions."""
-        return _command_line(self.answer_arguments())
+    def command_line(self, captures: bool = True) -> list[str]:
+        """Return the arguments of a server; as for `arguments`."""
+        line: list[str] = []
+        for name, value in self.arguments(captures).items():
+            option = name.replace("_", "-")
+            if isinstance(value, bool):
+                line.append(f"--{option}" if value else f"--no-{option}")
+            else:
+                line += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
+        return line
 
 
 def check_final_states(config: PreTrainedConfig) -> None:
@@ -143,14 +144,3 @@ def attention_backend(dtype: str) -> dict[str, str]:
     if torch.cuda.is_available() or dtype in _AMX_DTYPES:
         return {}
     return {"attention_backend": "CPU_MLA"}
-
-
-def _command_line(arguments: Mapping[str, Any]) -> list[str]:
-    line: list[str] = []
-    for name, value in arguments.items():
-        option = name.replace("_", "-")
-        if isinstance(value, bool):
-            line.append(f"--{option}" if value else f"--no-{option}")
-        else:
-            line += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
-    return line

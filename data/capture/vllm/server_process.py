@@ -35,7 +35,7 @@ class ServerProcess:
     constructor returns at once; `wait_until_ready` waits.
 
     Args:
-        arguments: vLLM's arguments, from `CaptureEngine.command_line` or `answer_command_line`.
+        arguments: vLLM's arguments, from `CaptureEngine.command_line`.
         host: the address that it listens on.
         port: None takes a free one.
         key: what requests must send as a bearer token; None lets everybody in who reaches the server.

@@ -79,7 +79,7 @@ def test_vllm_checks_the_arguments_without_the_weights(vllm_python: Path, tmp_pa
     positions = target.parts.config.max_position_embeddings
     engine = CaptureEngine(target, positions, [], given)
     with pytest.raises(UserError, match=r"vllm\.engine_args\.max_num_seqs=0: .*greater than or equal to 1"):
-        check_engine_args(vllm_python, engine.answer_command_line(), given)
+        check_engine_args(vllm_python, engine.command_line(captures=False), given)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_cpu_gets_the_backend_that_has_kernels_for_float32(
         drafting = EngineSpec("target", tmp_path, k=3, dtype="float32").arguments()
         return [
             capture.arguments().get("attention_backend"),
-            capture.answer_arguments().get("attention_backend"),
+            capture.arguments(captures=False).get("attention_backend"),
             drafting.get("attention_backend"),
             drafting["speculative_config"].get("attention_backend"),
         ]
