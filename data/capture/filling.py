@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,23 @@ class StoreSpec:
     dataset: Dataset  # columns input_ids and loss_mask
     codec: str
     tokens_fingerprint: str  # of the dataset
+    made: Mapping[str, Any]  # JSON values that describe how the states are made
+
+    @cached_property
+    def fields(self) -> dict[str, Any]:
+        """The store's description, as it reads back from its files."""
+        return as_read_back(
+            {
+                **self.made,
+                "codec": self.codec,
+                "tokens_fingerprint": self.tokens_fingerprint,
+                "dataset_samples": len(self.dataset),
+            }
+        )
+
+    @cached_property
+    def shards(self) -> FinishedShards:
+        return FinishedShards(self.directory)
 
 
 def fill_store(
@@ -55,7 +73,6 @@ def fill_store(
     shard_tokens: int,
     rank: int = 0,
     world_size: int = 1,
-    manifest_fields: Mapping[str, Any],
     progress: bool = False,
 ) -> None:
     """Write this rank's part of the missing samples; return on every rank once the store is finished.
@@ -65,14 +82,12 @@ def fill_store(
     Args:
         shape: of the target's states.
         shard_tokens: the approximate number of tokens per file, which memory holds until it is written.
-        manifest_fields: JSON values that describe how the states are made.
 
     Raises:
         UserError: the disk cannot hold the store, the directory holds another store, or too many samples are
             refused. Finished shards are kept.
     """
-    fields, shards = store_fields(store, manifest_fields), FinishedShards(store.directory)
-    missing = open_store(shards, fields, rank)
+    missing = open_store(store, rank)
     if rank == 0 and missing:
         check_store_refusals(store)
         check_space(store, missing, shape)
@@ -97,7 +112,7 @@ def fill_store(
                 else:
                     writer.append(sample_id, sample)
                 bar.update(lengths[sample_id])
-    finish_store(store, fields, shards, rank)
+    finish_store(store, rank)
 
 
 def rank_slice(lengths: Sequence[int], rank: int, world_size: int) -> list[int]:
@@ -110,23 +125,8 @@ def rank_slice(lengths: Sequence[int], rank: int, world_size: int) -> list[int]:
     return sorted(by_length[rank::world_size].tolist())
 
 
-def store_fields(store: StoreSpec, manifest_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a store's description: `manifest_fields`, its codec, and its dataset."""
-    return as_read_back(
-        {
-            **manifest_fields,
-            "codec": store.codec,
-            "tokens_fingerprint": store.tokens_fingerprint,
-            "dataset_samples": len(store.dataset),
-        }
-    )
-
-
-def open_store(shards: FinishedShards, fields: Mapping[str, Any], rank: int = 0) -> list[int]:
+def open_store(store: StoreSpec, rank: int = 0) -> list[int]:
     """Reserve the directory for this capture. Every rank calls this.
-
-    Args:
-        fields: from `store_fields`.
 
     Returns:
         The ids of the missing samples, ascending. Other writers may be capturing them.
@@ -134,11 +134,11 @@ def open_store(shards: FinishedShards, fields: Mapping[str, Any], rank: int = 0)
     Raises:
         UserError: the directory holds another capture.
     """
-    claim(shards.directory, fields, rank)
-    missing = missing_ids(shards.directory, shards.records(), fields["dataset_samples"])
+    claim(store.directory, store.fields, rank)
+    missing = missing_ids(store.directory, store.shards.records(), len(store.dataset))
     if missing and rank == 0:
         # The store was finished and has lost a shard.
-        (shards.directory / MANIFEST).unlink(missing_ok=True)
+        (store.directory / MANIFEST).unlink(missing_ok=True)
     return missing
 
 
@@ -164,21 +164,12 @@ def check_space(store: StoreSpec, missing: Sequence[int], shape: StateShape) -> 
         raise disk_full(store.directory, what)
 
 
-def finish_store(
-    store: StoreSpec,
-    fields: Mapping[str, Any],
-    shards: FinishedShards,
-    rank: int = 0,
-) -> None:
+def finish_store(store: StoreSpec, rank: int = 0) -> None:
     """Return once the store is finished: every sample is captured or refused, and the manifest says so.
 
     Rank 0 writes the manifest from the shards that it sees once no sample is missing. Where several have a
     sample, the first one by name counts. What is written afterwards holds duplicates only and is not part of
     the store. The other ranks wait for the manifest.
-
-    Args:
-        fields: from `store_fields`.
-        shards: of the store's directory.
 
     Raises:
         UserError: too many samples are refused.
@@ -186,14 +177,14 @@ def finish_store(
     directory, num_samples = store.directory, len(store.dataset)
     if rank != 0:
         # The manifest of an earlier run may still exist while a shard that it lists is replaced.
-        _wait_until(lambda: describes(directory, fields))
+        _wait_until(lambda: describes(directory, store.fields))
         return
-    _wait_until(lambda: not missing_ids(directory, shards.records(), num_samples))
+    _wait_until(lambda: not missing_ids(directory, store.shards.records(), num_samples))
     for line in refusal_lines(check_store_refusals(store), num_samples, directory):
         print(f"capture: {line}", file=sys.stderr)
-    if not describes(directory, fields):
-        remove_leftovers(shards)
-        write_manifest(shards, fields)
+    if not describes(directory, store.fields):
+        remove_leftovers(store.shards)
+        write_manifest(store.shards, store.fields)
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:

@@ -31,13 +31,14 @@ def claim(directory: Path, settings: Mapping[str, Any], rank: int = 0) -> None:
     """Write down what a directory is for, before its store is finished.
 
     Args:
-        settings: the manifest's fields, with `codec`, `tokens_fingerprint` and `dataset_samples`.
+        settings: the manifest's fields as they read back from JSON, with `codec`, `tokens_fingerprint` and
+            `dataset_samples`.
 
     Raises:
         UserError: the directory is for another capture.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    path, settings = directory / SETTINGS, as_read_back(settings)
+    path = directory / SETTINGS
     if path.exists():
         found = read_json_object(path)
         changed = sorted(key for key in found.keys() | settings.keys() if found.get(key) != settings.get(key))
@@ -108,10 +109,13 @@ def describes(directory: Path, fields: Mapping[str, Any]) -> bool:
     """Return whether the manifest has these fields, its shards are there, and its index is intact.
 
     There may be other shards, with duplicates that were written after the manifest.
+
+    Args:
+        fields: as they read back from JSON.
     """
     try:
         manifest = read_manifest(directory)
-        if manifest is None or any(manifest.get(key) != value for key, value in as_read_back(fields).items()):
+        if manifest is None or any(manifest.get(key) != value for key, value in fields.items()):
             return False
         read_index(directory, manifest)
     except UserError:  # it was damaged

@@ -81,11 +81,12 @@ def run_capture(context: RunContext, directory: Path) -> dict[str, Any]:
         check_samples(capture.store, len(samples), tokens["train"])
     elif capture.mode is CaptureMode.offline:
         datasets["train"] = samples
+    made = manifest_fields(context.target, context.drafter.aux_layer_ids)
     specs = [
-        StoreSpec(directory / name, dataset, codecs[name], tokens[name]) for name, dataset in datasets.items()
+        StoreSpec(directory / name, dataset, codecs[name], tokens[name], made)
+        for name, dataset in datasets.items()
     ]
-    fields = manifest_fields(context.target, context.drafter.aux_layer_ids)
-    SOURCES[capture.source](context, specs, fields)
+    SOURCES[capture.source](context, specs)
     stores = {name: HiddenStateStore(directory / name) for name in datasets}
     if capture.store is not None:
         stores["train"] = HiddenStateStore(capture.store, given=True)
@@ -109,20 +110,16 @@ def manifest_fields(target: Target, aux_layer_ids: Sequence[int]) -> dict[str, A
     }
 
 
-def capture_by_hf(
-    context: RunContext, stores: Sequence[StoreSpec], manifest_fields: Mapping[str, Any]
-) -> None:
+def capture_by_hf(context: RunContext, stores: Sequence[StoreSpec]) -> None:
     """Have every rank run the target over a part of the samples."""
     spec, parts = context.target.spec, context.target.parts
     target = open_capture(spec, parts, context.drafter.aux_layer_ids, context.world.device)
     for store in stores:
         states = TransformersStates(store.dataset, target, store.codec, BATCH_TOKENS)
-        _fill(context, store, states.captured, manifest_fields)
+        _fill(context, store, states.captured)
 
 
-def capture_by_engines(
-    context: RunContext, stores: Sequence[StoreSpec], manifest_fields: Mapping[str, Any]
-) -> None:
+def capture_by_engines(context: RunContext, stores: Sequence[StoreSpec]) -> None:
     """Have every rank write a part of the samples, as the run's servers or engines deliver them."""
     for store in stores:
 
@@ -134,12 +131,10 @@ def capture_by_engines(
             with arriving_states(context, store.dataset, codec, checks_refused=False) as source:
                 yield from source.captured(missing)
 
-        _fill(context, store, capture, manifest_fields)
+        _fill(context, store, capture)
 
 
-def _fill(
-    context: RunContext, store: StoreSpec, capture: Capture, manifest_fields: Mapping[str, Any]
-) -> None:
+def _fill(context: RunContext, store: StoreSpec, capture: Capture) -> None:
     world, parts = context.world, context.target.parts
     fill_store(
         store,
@@ -148,7 +143,6 @@ def _fill(
         shard_tokens=SHARD_TOKENS,
         rank=world.rank,
         world_size=world.size,
-        manifest_fields=manifest_fields,
         progress=world.is_main,
     )
 

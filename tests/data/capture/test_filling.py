@@ -15,7 +15,6 @@ from data.capture.filling import (
     fill_store,
     finish_store,
     open_store,
-    store_fields,
 )
 from data.capture.hf import HiddenStateCapture
 from data.capture.hf_source import TransformersStates
@@ -53,16 +52,16 @@ def shape_of(capture: HiddenStateCapture) -> StateShape:
     return StateShape(len(capture.aux_layer_ids), capture.hidden_size, capture.dtype)
 
 
-def store_of(directory: Path, dataset: Dataset, codec: str = CODEC) -> StoreSpec:
-    return StoreSpec(directory, dataset, codec, tokens_fingerprint(dataset))
+def store_of(directory: Path, dataset: Dataset, codec: str = CODEC, made: dict = FIELDS) -> StoreSpec:
+    return StoreSpec(directory, dataset, codec, tokens_fingerprint(dataset), made)
 
 
 def _capture(
     capture: HiddenStateCapture, directory: Path, rank: int = 0, world_size: int = 1, **changes
 ) -> None:
-    own = {"dataset": make_dataset(), "codec": CODEC} | changes
-    expected = store_of(directory, own.pop("dataset"), own.pop("codec"))
-    options = {"shard_tokens": SHARD_TOKENS, "manifest_fields": FIELDS} | own
+    own = {"dataset": make_dataset(), "codec": CODEC, "made": FIELDS} | changes
+    expected = store_of(directory, own.pop("dataset"), own.pop("codec"), own.pop("made"))
+    options = {"shard_tokens": SHARD_TOKENS} | own
     fill_store(
         expected,
         TransformersStates(expected.dataset, capture, expected.codec, BATCH_TOKENS).captured,
@@ -177,7 +176,7 @@ def test_ranks_share_the_samples_and_all_return_to_a_finished_store(
 def test_another_capture_in_the_directory_is_refused(tmp_path: Path, capture: CountingCapture) -> None:
     _capture(capture, tmp_path)
     with pytest.raises(UserError, match=r"another target"):
-        _capture(capture, tmp_path, manifest_fields=FIELDS | {"target": "other"})
+        _capture(capture, tmp_path, made=FIELDS | {"target": "other"})
     with pytest.raises(UserError, match=r"another codec"):
         _capture(capture, tmp_path, codec="fp8")
     _capture(capture, tmp_path, shard_tokens=SHARD_TOKENS + 1)  # only what is written from here on
@@ -206,22 +205,21 @@ def _fill(directory: Path, dataset: Dataset, ids: Sequence[int]) -> None:
             writer.append(i, CapturedSample(*tokens, states, states[:, 0]))
 
 
-def opened(directory: Path) -> tuple[Dataset, StoreSpec, dict]:
-    """Open a store in a directory; return what `finish_store` takes, and the dataset."""
+def opened(directory: Path) -> tuple[Dataset, StoreSpec]:
+    """Open a store in a directory, and return it with its dataset."""
     store = store_of(directory, make_dataset())
-    fields = store_fields(store, FIELDS)
-    assert open_store(FinishedShards(directory), fields) == list(range(12))
-    return store.dataset, store, fields
+    assert open_store(store) == list(range(12))
+    return store.dataset, store
 
 
 def test_refused_samples_count_as_done_until_they_are_tried_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dataset, expected, fields = opened(tmp_path)
+    dataset, store = opened(tmp_path)
     refuse(tmp_path, 7, "the server does not take it")
-    assert open_store(FinishedShards(tmp_path), fields) == [i for i in range(12) if i != 7]
-    _fill(tmp_path, dataset, open_store(FinishedShards(tmp_path), fields))
-    finish_store(expected, fields, FinishedShards(tmp_path))
+    assert open_store(store) == [i for i in range(12) if i != 7]
+    _fill(tmp_path, dataset, open_store(store))
+    finish_store(store)
     reported = capsys.readouterr().err
     assert "1 of 12 samples were refused" in reported
     assert "sample 7: the server does not take it" in reported
@@ -229,9 +227,9 @@ def test_refused_samples_count_as_done_until_they_are_tried_again(
     assert retry(tmp_path) == {7: "the server does not take it"}
     with pytest.raises(UserError, match="has no manifest"):
         HiddenStateStore(tmp_path)
-    assert open_store(FinishedShards(tmp_path), fields) == [7]
+    assert open_store(store) == [7]
     _fill(tmp_path, dataset, [7])
-    finish_store(expected, fields, FinishedShards(tmp_path))
+    finish_store(store)
     assert HiddenStateStore(tmp_path).sample_ids.tolist() == list(range(12))
 
 
@@ -247,25 +245,24 @@ def test_a_store_of_many_writers_is_finished_with_one_read_of_each_shard(
     StoreWriter(tmp_path, "rank-7", CODEC, 1000).close()
     assert not files
     dataset = Dataset.from_dict({"input_ids": [[1]] * num_writers, "loss_mask": [[True]] * num_writers})
-    store, shards = store_of(tmp_path, dataset), FinishedShards(tmp_path)
-    fields = store_fields(store, FIELDS)
-    assert not open_store(shards, fields)
-    finish_store(store, fields, shards)
+    store = store_of(tmp_path, dataset)
+    assert not open_store(store)
+    finish_store(store)
     assert len(files) == num_writers
     assert len(HiddenStateStore(tmp_path)) == num_writers
 
 
 @pytest.mark.parametrize("num_refused", [6, 7])
 def test_a_store_may_lack_half_of_a_few_samples(tmp_path: Path, num_refused: int) -> None:
-    dataset, store, fields = opened(tmp_path)
+    dataset, store = opened(tmp_path)
     _fill(tmp_path, dataset, range(num_refused, 12))
     for sample_id in range(num_refused):
         refuse(tmp_path, sample_id, "the server takes nothing")
     if num_refused == 6:
-        finish_store(store, fields, FinishedShards(tmp_path))
+        finish_store(store)
         return
     with pytest.raises(UserError, match=r"7 of 12 samples refused.*scripts/store retry"):
-        finish_store(store, fields, FinishedShards(tmp_path))
+        finish_store(store)
     assert not (tmp_path / "manifest.json").exists()
 
 

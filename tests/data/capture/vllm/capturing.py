@@ -81,8 +81,8 @@ def capture_store(
             )
             yield from source.captured(missing)
 
-    store = StoreSpec(directory, dataset, CODEC, tokens_fingerprint(dataset))
-    fill_store(store, captured, shape, shard_tokens=500, manifest_fields={"target": "tiny"})
+    store = StoreSpec(directory, dataset, CODEC, tokens_fingerprint(dataset), {"target": "tiny"})
+    fill_store(store, captured, shape, shard_tokens=500)
 
 
 def counter(url: str, name: str) -> float:
