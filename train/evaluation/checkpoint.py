@@ -16,12 +16,10 @@ from data.conversations.perturbation import PromptSetting
 from data.progress import tracked
 from data.sampling import Sampling
 from data.target.aux_layers import check_aux_layer_ids
-from data.target.parts import load_target_parts
-from data.target.spec import TargetSpec
-from data.target.tokenizer import load_tokenizer
 from eagle31.errors import UserError
 from train.config.data import MAX_TEMPERATURE
 from train.config.evaluate import MAX_DRAFT_TOKENS
+from train.config.target import TargetConfig
 from train.drafter.published import check_trained_for, fetch_checkpoint, open_published
 from train.evaluation.completing import CompletingTarget, open_capture, packed
 from train.evaluation.matrix import (
@@ -42,6 +40,7 @@ from train.evaluation.measure import (
     without_vllm,
 )
 from train.evaluation.replay import PromptAcceptance, replay_greedily, sampling_report
+from train.target import Target
 
 
 @dataclass(frozen=True)
@@ -94,13 +93,15 @@ def evaluate_checkpoint(
         prompt_column=settings.prompt_column,
     )
     sources = parse_sources(settings.data, columns)
-    spec = TargetSpec(
-        settings.target,
-        settings.target_revision,
-        settings.dtype,
+    named = TargetConfig(
+        model=settings.target,
+        revision=settings.target_revision,
+        dtype=settings.dtype,
         trust_remote_code=settings.trust_remote_code,
+        chat_template=settings.chat_template,
     )
-    parts = load_target_parts(spec)
+    target = Target(named, parse_template_kwargs(settings.template_kwargs))
+    parts = target.parts
     ids = settings.aux_layer_ids and check_aux_layer_ids(settings.aux_layer_ids, parts.num_layers)
     directory = fetch_checkpoint(settings.checkpoint, settings.revision, "checkpoint")
     loaded = open_published(directory, parts, ids, "checkpoint")
@@ -111,13 +112,12 @@ def evaluate_checkpoint(
         UserError
     ) as error:  # what a fine-tuned target accepts of its original's drafter may be of interest
         notes.append(f"the drafter was trained for other weights: {error}")
-    tokenizer = load_tokenizer(spec, settings.chat_template)
     drafter = loaded.drafter.config
     cells, left_out = render_cells(
         {name: list(source.reader()) for name, source in sources.items()},
         [PromptSetting()] if changes is None else changes,
-        tokenizer,
-        parse_template_kwargs(settings.template_kwargs),
+        target.tokenizer,
+        target.template_kwargs,
         num_prompts=settings.num_prompts,
         max_prompt_tokens=common_positions(parts, drafter) - settings.max_new_tokens,
         seed=settings.seed,
@@ -128,7 +128,7 @@ def evaluate_checkpoint(
     conditions = Conditions(
         settings.draft_tokens,
         settings.max_new_tokens,
-        tuple(sorted({*parts.eos_token_ids, tokenizer.eos_token_id} - {None})),
+        target.eos_token_ids,
         settings.seed,
     )
 
@@ -136,8 +136,8 @@ def evaluate_checkpoint(
         return Sampling(conditions.max_new_tokens, conditions.eos_token_ids, temperature, conditions.seed)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    capture = open_capture(spec, parts, drafter.aux_layer_ids, device)
-    target = CompletingTarget(capture, parts.fingerprint, settings.batch_size)
+    capture = open_capture(target.spec, parts, drafter.aux_layer_ids, device)
+    completing = CompletingTarget(capture, parts.fingerprint, settings.batch_size)
     # A CPU may emulate bf16; elsewhere the drafter runs in the target's dtype, as in serving.
     dtype = torch.float32 if device.type == "cpu" else capture.dtype
     candidate = candidate_of(loaded, parts.head, device, dtype)
@@ -145,7 +145,7 @@ def evaluate_checkpoint(
     with ExitStack() as stack:
         output = settings.output or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         completed = complete_cells(
-            cells, target, sampling(0.0), output / "greedy.jsonl", settings.draft_tokens
+            cells, completing, sampling(0.0), output / "greedy.jsonl", settings.draft_tokens
         )
         short = {one.name for one in cells} - {one.name for one in completed}
         left_out |= dict.fromkeys(sorted(short), "All of the target's completions are too short for a draft.")
@@ -154,7 +154,7 @@ def evaluate_checkpoint(
             raise UserError("--draft-tokens", settings.draft_tokens, remedy)
         found = []
         for cell in tracked(completed, "replay", "cells"):
-            rows = packed(cell.samples(target))
+            rows = packed(cell.samples(completing))
             found.append((cell, replay_greedily(*candidate, rows, conditions.longest_draft)))
         result |= {
             "k": settings.draft_tokens,
@@ -166,19 +166,19 @@ def evaluate_checkpoint(
             sampled = None
             if settings.temperature:
                 how, file = sampling(settings.temperature), output / "sampled.jsonl"
-                written = complete_cells(completed, target, how, file, settings.draft_tokens)
-                rows = packed(sample for cell in written for sample in cell.samples(target))
+                written = complete_cells(completed, completing, how, file, settings.draft_tokens)
+                rows = packed(sample for cell in written for sample in cell.samples(completing))
                 strata = tuple(len(cell.prompts) for cell in written)
                 sampled = sampling_report(*candidate, rows, conditions.longest_draft, how, strata)
             mtp = without_vllm(parts)
             num_decoded = settings.decoded_prompts
-            result |= _pooled(found, target, candidate, sampled, mtp, conditions, num_decoded)
+            result |= _pooled(found, completing, candidate, sampled, mtp, conditions, num_decoded)
     return result
 
 
 def _pooled(
     found: Sequence[tuple[Cell, PromptAcceptance]],
-    target: CompletingTarget,
+    completing: CompletingTarget,
     candidate: Candidate,
     sampled: dict[str, Any] | None,
     mtp: dict[str, Any] | None,
@@ -192,7 +192,7 @@ def _pooled(
     by_prompt = tuple(lengths for _, acceptance in found for lengths in acceptance.by_prompt)
     trained = PromptAcceptance(by_prompt, strata=tuple(len(cell.prompts) for cell, _ in found))
     chosen = of_all_sources(sources)[:num_decoded]
-    decoded, samples = decode_in_transformers(target, candidate, prompts, chosen, conditions)
+    decoded, samples = decode_in_transformers(completing, candidate, prompts, chosen, conditions)
     both = {"trained": trained.to_json(), "untrained": None}
     states = "the states of the same target"
     return evaluation_json(

@@ -52,19 +52,19 @@ class CompletingTarget:
 
     def samples(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
-    ) -> Iterator[CapturedSample]:
-        """Yield each prompt with its completion and the states of both, on the CPU.
+    ) -> Iterator[tuple[int, CapturedSample]]:
+        """Yield the index of each prompt, and a sample of it with its completion, on the CPU.
 
         A completion of fewer than two tokens has no draft, and is left out.
         """
-        pairs = [pair for pair in zip(prompts, completions, strict=True) if len(pair[1]) > 1]
-        for start in range(0, len(pairs), self.batch_size):
-            batch = pairs[start : start + self.batch_size]
-            ids = [torch.tensor([*prompt, *completion]) for prompt, completion in batch]
+        kept = [index for index, completion in enumerate(completions) if len(completion) > 1]
+        for start in range(0, len(kept), self.batch_size):
+            batch = kept[start : start + self.batch_size]
+            ids = [torch.tensor([*prompts[index], *completions[index]]) for index in batch]
             states = self.capture.capture(ids)
-            for input_ids, (prompt, _), (aux, final) in zip(ids, batch, states, strict=True):
-                loss_mask = torch.arange(len(input_ids)) >= len(prompt)
-                yield CapturedSample(input_ids, loss_mask, aux.cpu(), final.cpu())
+            for index, input_ids, (aux, final) in zip(batch, ids, states, strict=True):
+                loss_mask = torch.arange(len(input_ids)) >= len(prompts[index])
+                yield index, CapturedSample(input_ids, loss_mask, aux.cpu(), final.cpu())
 
 
 def packed(samples: Iterable[CapturedSample]) -> Iterator[PackedBatch]:

@@ -50,7 +50,7 @@ class Cell:
         return sum(map(len, self.prompts)) / len(self.prompts)
 
     def samples(self, completing: CompletingTarget) -> Iterator[CapturedSample]:
-        return completing.samples(self.prompts, self.completions)
+        return (sample for _, sample in completing.samples(self.prompts, self.completions))
 
 
 def prompt_source(field: str, split: str = "test", **columns: Any) -> Source:

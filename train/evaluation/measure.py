@@ -86,9 +86,8 @@ def decode_in_transformers(
     ]
     served = Served([one.token_ids for one in decoded], [placed_drafts(one) for one in decoded])
     engine = f"eagle31 (transformers, {str(capture.dtype).removeprefix('torch.')}, {decoder.device.type})"
-    places = [place for place, completion in enumerate(served.completions) if len(completion) > 1]
-    samples = target.samples([prompts[index] for index in chosen], served.completions)
-    return DecodedSubset(engine, chosen, served, capture.dtype), list(zip(places, samples, strict=True))
+    samples = list(target.samples([prompts[index] for index in chosen], served.completions))
+    return DecodedSubset(engine, chosen, served, capture.dtype), samples
 
 
 def without_vllm(parts: TargetParts) -> dict[str, Any] | None:

@@ -124,19 +124,15 @@ def compare_engine(
     candidate = candidate_of(loaded, parts.head, device, loaded.embed_tokens.dtype)
     capture = open_capture(spec, parts, loaded.drafter.config.aux_layer_ids, device)
     target = CompletingTarget(capture, parts.fingerprint, batch_size=4)
-    # Shorter completions have no draft.
-    kept = [index for index, completion in enumerate(served.completions) if len(completion) > 1]
-    samples = target.samples(
-        [prompts[index] for index in kept], [served.completions[index] for index in kept]
-    )
-    captured = list(tracked(samples, "reference", "prompts", total=len(kept)))
-    ours = replay_greedily(*candidate, packed(captured), k).by_prompt
+    samples = target.samples(prompts, served.completions)
+    captured = list(tracked(samples, "reference", "prompts", total=len(prompts)))
+    ours = replay_greedily(*candidate, packed(sample for _, sample in captured), k).by_prompt
     drafts = served.drafts_within_completions
-    theirs = [acceptance(k, [drafts[index]], [served.completions[index]]) for index in kept]
+    theirs = [acceptance(k, [drafts[index]], [served.completions[index]]) for index, _ in captured]
     return Comparison(
         k=k,
         by_prompt=[(lengths[k - 1], one) for lengths, one in zip(ours, theirs, strict=True)],
-        agreement=compare_served(*candidate, zip(kept, captured, strict=True), served, dtype),
+        agreement=compare_served(*candidate, captured, served, dtype),
         dtype=dtype,
         quantized=getattr(parts.config, "quantization_config", None) is not None,
     )

@@ -16,22 +16,23 @@ import torch
 from datasets import load_from_disk
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from data.capture.vllm.environment import check_served, find_python
 from data.conversations.prompts import prompt_messages, render_prompt
 from data.conversations.reading import Source
 from data.target.loading import load_config
-from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
-from data.target.tokenizer import load_tokenizer
 from eagle31.errors import UserError
 from eagle31.export.layouts import read_raw_config
 from eagle31.export.published_config import read_config
 from eagle31.json_files import read_json
 from train.artifact import EXPORT, MANIFEST
 from train.config.run import Stage
+from train.config.target import TargetConfig
 from train.evaluation.measure import common_positions
-from train.evaluation.serving import EngineSpec, draft_room
+from train.evaluation.serving import DecodeJob, EngineSpec, JobResult, draft_room, run_job
+from train.target import Target
 
 Prompts = list[list[int]]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -49,9 +50,7 @@ def add_arguments(
     parser.add_argument("export", type=Path, help="directory of an export or of a published drafter")
     parser.add_argument("--target", required=True, help="the target: a directory or a hub id")
     parser.add_argument("--revision", help="revision of a target on the hub")
-    if prompts_given:
-        parser.set_defaults(prompts=None, num_prompts=None)
-    else:
+    if not prompts_given:
         what = "JSONL of conversations (default: held-out prompts of the export's run)"
         parser.add_argument("--prompts", type=Path, metavar="FILE", help=what)
         what = "use the first N prompts (default: all)"
@@ -83,8 +82,10 @@ def check_arguments(arguments: argparse.Namespace) -> Path:
             if value is not None and value < 1:
                 flag = "-k" if name == "k" else f"--{name.replace('_', '-')}"
                 raise UserError(flag, value, "It must be at least 1.")
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     read_raw_config(arguments.export)
-    python, spec = find_python(), target_spec(arguments)
+    python, spec = find_python(), target_of(arguments).spec
     engine_args = parse_engine_arguments(arguments.engine_args)
     remedy = "Here, that is --engine-args model_impl=transformers."
     check_served("--target", spec, load_config(spec), engine_args, remedy)
@@ -114,7 +115,7 @@ class Inputs:
     def device(self) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    def engine(self, *, drafter: bool, **options: Any) -> EngineSpec:
+    def engine(self, *, drafter: bool = True, **options: Any) -> EngineSpec:
         """Return the spec of an engine with or without the drafter."""
         longest = max(map(len, self.prompts)) + self.max_new_tokens
         return EngineSpec(
@@ -130,40 +131,50 @@ class Inputs:
         )
 
 
-def load_inputs(arguments: argparse.Namespace) -> Inputs:
-    """Read the target's parts, the drafter's config and the prompts.
+def load_inputs(arguments: argparse.Namespace, question: str | None = None) -> Inputs:
+    """Read the target's parts, the drafter's config and the prompts: a question, or those of the arguments.
 
     Raises:
         UserError: one of them cannot be read, or they do not fit each other.
     """
     longest = max(arguments.k) if isinstance(arguments.k, list) else arguments.k
-    spec = target_spec(arguments)
-    parts = load_target_parts(spec)
+    target = target_of(arguments)
+    parts, tokenizer = target.parts, target.tokenizer
     target_dtype = str(parts.dtype).removeprefix("torch.")
-    spec = replace(spec, dtype=target_dtype if arguments.dtype == "auto" else arguments.dtype)
+    spec = replace(target.spec, dtype=target_dtype if arguments.dtype == "auto" else arguments.dtype)
     config = read_config(read_raw_config(arguments.export), num_target_layers=parts.num_layers).config
-    tokenizer = load_tokenizer(spec)
-    prompts, source = find_prompts(arguments.prompts, arguments.export, tokenizer, arguments.num_prompts)
+    if question is not None:
+        asked = [{"role": "user", "content": question}]
+        prompts, source = [render_prompt(tokenizer, asked, None, {})], "the question"
+    else:
+        prompts, source = find_prompts(arguments.prompts, arguments.export, tokenizer, arguments.num_prompts)
     room = common_positions(parts, config) - draft_room(longest)
     check_prompts(prompts, room, arguments.max_new_tokens)
-    ends = {*parts.eos_token_ids, tokenizer.eos_token_id} - {None}
     return Inputs(
         export=arguments.export,
         spec=spec,
         prompts=prompts,
         prompts_source=source,
-        stop_token_ids=tuple(sorted(ends)),
+        stop_token_ids=target.eos_token_ids,
         k=longest,
         max_new_tokens=arguments.max_new_tokens,
         engine_arguments=parse_engine_arguments(arguments.engine_args),
     )
 
 
-def target_spec(arguments: argparse.Namespace) -> TargetSpec:
+def target_of(arguments: argparse.Namespace) -> Target:
     """Return the target in the dtype of its checkpoint."""
-    return TargetSpec(
-        arguments.target, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code
+    return Target(
+        TargetConfig(arguments.target, arguments.revision, trust_remote_code=arguments.trust_remote_code)
     )
+
+
+def complete(arguments: argparse.Namespace, inputs: Inputs, python: Path, name: str) -> JobResult:
+    """Have vLLM complete the prompts with the drafter. Raises EngineFailure."""
+    log, engine = log_file(arguments.json, name), inputs.engine(max_num_seqs=arguments.max_num_seqs)
+    announce(f"Running vLLM (log: {log})")
+    job = DecodeJob(name, engine, inputs.prompts, inputs.max_new_tokens, inputs.stop_token_ids)
+    return run_job(job, python, log)
 
 
 def log_file(json_file: Path | None, name: str) -> Path:

@@ -97,17 +97,14 @@ def _check_served(config: RunConfig, remedy: str) -> None:
 
 def check_writable(field: str, directory: Path) -> None:
     """Raise UserError if no file can be written below a directory, which may not exist yet. It is tried."""
-    there, obstacle = existing(directory), None
+    there = existing(directory)
     try:
         with tempfile.TemporaryFile(dir=there) as file:
             file.write(b"eagle31")
-    except NotADirectoryError:
-        obstacle = f"{there} is a file"
     except OSError as error:
-        obstacle = f"{there}: {os.strerror(error.errno or 0)}"
-    if obstacle is not None:
-        remedy = f"Nothing can be written there ({obstacle}); give a directory that this account can use."
-        raise UserError(field, directory, remedy)
+        reason = f"{there}: {os.strerror(error.errno or 0)}"
+        remedy = f"Nothing can be written there ({reason}); give a directory that this account can use."
+        raise UserError(field, directory, remedy) from None
 
 
 def check_port(field: str, port: int, host: str = "127.0.0.1") -> None:

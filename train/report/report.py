@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from data.progress import format_seconds
 from eagle31.json_files import read_jsonl, write_json, write_text
 from train.evaluation.intervals import Interval, length_of
 from train.report.card import serve_command, target_name
@@ -83,8 +84,8 @@ def write_page(output_dir: Path) -> Path:
         ],
         times=[
             ("stage", "time"),
-            *((stage["name"], _duration(stage["seconds"])) for stage in run_info["stages"]),
-            ("all stages", _duration(sum(stage["seconds"] for stage in run_info["stages"]))),
+            *((stage["name"], format_seconds(stage["seconds"])) for stage in run_info["stages"]),
+            ("all stages", format_seconds(sum(stage["seconds"] for stage in run_info["stages"]))),
         ],
         serve=serve_command(
             run_info,
@@ -144,10 +145,3 @@ def training_speed(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
         rest = f"validation {validations:.1f} s, checkpoints {sum(checkpoints):.1f} s"
         found.append(("time outside steps", rest))
     return found
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
