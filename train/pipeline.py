@@ -292,8 +292,7 @@ def checked_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
     check_environment(config)
     check_eagle3(config)
     check_config(context.drafter.config(), config.export.layout)  # refuses what does not fit the target
-    dtype = str(context.target.parts.dtype).removeprefix("torch.")
-    print(f"target: every engine computes it in {dtype}", flush=True)
+    print(f"target: every engine computes it in {context.target.parts.dtype_name}", flush=True)
     unfinished = unfinished_stages(context, stages)
     if Stage.train in config.stages:
         check_ranks(config, world.size, context.artifacts[Stage.train].directory)

@@ -200,10 +200,9 @@ def test_what_vllm_must_not_do_fails_in_bfloat16(
         write_json(export / "config.json", config)
         save_file(tensors, export / "model.safetensors", {"format": "pt"})
         engine = EngineSpec(
-            target=str(other if name == "another target" else target),
+            target=TargetSpec(str(other if name == "another target" else target), dtype="bfloat16"),
             export=export,
             k=K,
-            dtype="bfloat16",
             max_model_len=max(map(len, prompts)) + 64 + draft_room(K),
             max_num_seqs=len(prompts),
         )

@@ -77,7 +77,7 @@ def target_inputs(target: TargetConfig, parts: TargetParts) -> dict[str, Any]:
     """Return the inputs that are the same for every engine."""
     return {
         "target": parts.fingerprint,
-        "dtype": str(parts.dtype).removeprefix("torch."),
+        "dtype": parts.dtype_name,
         "trust_remote_code": target.trust_remote_code,
     }
 

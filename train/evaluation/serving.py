@@ -9,6 +9,7 @@ from typing import Any
 from data.capture.vllm.arguments import attention_backend
 from data.capture.vllm.environment import environment
 from data.supervised import run_supervised
+from data.target.spec import TargetSpec
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.speculative import Decoded
 from eagle31.export.layouts import read_raw_config, served_method
@@ -26,13 +27,11 @@ class EngineFailure(RuntimeError):
 class EngineSpec:
     """The description of one engine: the target, alone or with a drafter."""
 
-    target: str  # or an export in speculators' layout, which names its target, as for `vllm serve EXPORT`
+    # With the dtype to serve; or an export in speculators' layout, which names its target.
+    target: TargetSpec
     export: Path | None = None
     mtp: bool = False  # without an export: whether the target's own MTP head drafts
     k: int = 0  # tokens per draft
-    dtype: str = "float32"
-    revision: str | None = None
-    trust_remote_code: bool = False
     max_model_len: int = 1024
     max_num_seqs: int | None = 1  # None: as many as a server of vLLM
     enforce_eager: bool = True
@@ -42,9 +41,9 @@ class EngineSpec:
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `vllm.LLM`."""
         arguments: dict[str, Any] = {
-            "model": self.target,
-            "dtype": self.dtype,
-            "trust_remote_code": self.trust_remote_code,
+            "model": self.target.checkpoint.path,
+            "dtype": self.target.dtype,
+            "trust_remote_code": self.target.trust_remote_code,
             "max_model_len": self.max_model_len,
             "enforce_eager": self.enforce_eager,
             "seed": self.seed,
@@ -55,9 +54,9 @@ class EngineSpec:
         }
         if self.max_num_seqs is not None:
             arguments["max_num_seqs"] = self.max_num_seqs
-        if self.revision is not None:
-            arguments["revision"] = self.revision
-        backend = attention_backend(str(self.extra.get("dtype", self.dtype)))
+        if self.target.revision is not None:
+            arguments["revision"] = self.target.revision
+        backend = attention_backend(str(self.extra.get("dtype", self.target.dtype)))
         if "attention_config" not in self.extra:  # vLLM takes one of the two
             arguments |= backend
         drafter: dict[str, Any] = {}

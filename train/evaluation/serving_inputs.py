@@ -119,12 +119,9 @@ class Inputs:
         """Return the spec of an engine with or without the drafter."""
         longest = max(map(len, self.prompts)) + self.max_new_tokens
         return EngineSpec(
-            target=self.spec.checkpoint.path,
+            target=self.spec,
             export=self.export.absolute() if drafter else None,
             k=self.k,
-            dtype=self.spec.dtype,
-            revision=self.spec.revision,
-            trust_remote_code=self.spec.trust_remote_code,
             max_model_len=longest + draft_room(self.k),
             extra=self.engine_arguments,
             **options,
@@ -140,8 +137,8 @@ def load_inputs(arguments: argparse.Namespace, question: str | None = None) -> I
     longest = max(arguments.k) if isinstance(arguments.k, list) else arguments.k
     target = target_of(arguments)
     parts, tokenizer = target.parts, target.tokenizer
-    target_dtype = str(parts.dtype).removeprefix("torch.")
-    spec = replace(target.spec, dtype=target_dtype if arguments.dtype == "auto" else arguments.dtype)
+    dtype = parts.dtype_name if arguments.dtype == "auto" else arguments.dtype
+    spec = replace(target.spec, dtype=dtype)
     config = read_config(read_raw_config(arguments.export), num_target_layers=parts.num_layers).config
     if question is not None:
         asked = [{"role": "user", "content": question}]

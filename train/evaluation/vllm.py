@@ -1,6 +1,7 @@
 """Decoding in vLLM with the export as drafter."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +88,10 @@ def decode_job(
     name: str, context: RunContext, prompts: Sequence[Sequence[int]], conditions: Conditions, **drafter: Any
 ) -> DecodeJob:
     """Return the job that decodes these prompts. drafter: `export` or `mtp` of `EngineSpec`."""
-    spec, k = context.target.spec, conditions.draft_tokens
+    k, target = conditions.draft_tokens, context.target
     engine = EngineSpec(
-        target=spec.checkpoint.path,
+        target=replace(target.spec, dtype=target.parts.dtype_name),
         k=k,
-        dtype=str(context.target.parts.dtype).removeprefix("torch."),
-        revision=spec.revision,
-        trust_remote_code=spec.trust_remote_code,
         max_model_len=max(map(len, prompts)) + conditions.max_new_tokens + draft_room(k),
         max_num_seqs=NUM_AT_A_TIME,
         enforce_eager=context.world.device.type == "cpu",

@@ -106,7 +106,7 @@ def manifest_fields(target: Target, aux_layer_ids: Sequence[int]) -> dict[str, A
         "tokenizer_fingerprint": tokenizer_fingerprint(target.tokenizer),
         "template_fingerprint": target.template_fingerprint,
         "aux_layer_ids": list(aux_layer_ids),
-        "dtype": str(target.parts.dtype).removeprefix("torch."),
+        "dtype": target.parts.dtype_name,
     }
 
 

@@ -99,8 +99,7 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     if SAMPLED in captured.summary["num_samples"]:
         samples = rows(verified(captured.directory / SAMPLED), SAMPLED)
         sampled = sampling_report(*trained, samples, longest, answer_sampling(context))
-    dtype_name = str(parts.dtype).removeprefix("torch.")
-    states = f"exact states ({dtype_name}) of capture.source={config.capture.source.value}"
+    states = f"exact states ({parts.dtype_name}) of capture.source={config.capture.source.value}"
     evaluation = evaluation_json(
         conditions, trained, len(store), both, sampled, mtp, decoded, decoded_samples, alone, states
     )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from data.capture.vllm.environment import SETUP, find_python
+from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 from train.evaluation import serving_worker
 from train.evaluation.serving import (
@@ -49,7 +50,7 @@ def python(tmp_path: Path) -> Path:
 
 
 def job(name: str) -> DecodeJob:
-    return DecodeJob(name, EngineSpec("target"), [[1, 2]], 8)
+    return DecodeJob(name, EngineSpec(TargetSpec("target")), [[1, 2]], 8)
 
 
 def test_results_come_back_typed_and_a_failed_engine_does_not_end_the_rest(

@@ -76,7 +76,7 @@ def decode_job(name: str, case: str, export: Path, trained: Path, amount: Amount
     prompts = held_out_prompts(trained, CASES[case].target)[: amount.num_prompts]
     bare = layout_of(read_raw_config(export)) is Layout.speculators  # as for `vllm serve EXPORT`
     engine = EngineSpec(
-        target=str(export if bare else target_path(case, trained)),
+        target=TargetSpec(str(export if bare else target_path(case, trained)), dtype="float32"),
         export=None if bare else export,
         k=K,
         max_model_len=max(map(len, prompts)) + amount.max_new_tokens + draft_room(K),

@@ -140,7 +140,7 @@ def test_a_cpu_gets_the_backend_that_has_kernels_for_float32(
 
     def choices() -> list[object]:
         capture = engine()
-        drafting = EngineSpec("target", tmp_path, k=3, dtype="float32").arguments()
+        drafting = EngineSpec(TargetSpec("target", dtype="float32"), tmp_path, k=3).arguments()
         return [
             capture.arguments().get("attention_backend"),
             capture.arguments(captures=False).get("attention_backend"),
