@@ -10,8 +10,7 @@ from eagle31.errors import UserError
 from tests.runs.forked import ROOT
 from tests.train.torchrun import composed
 from train.config.capture import CaptureMode
-from train.config.run import RunConfig, Stage, check
-from train.config.training import Schedule
+from train.config.run import RunConfig, check
 
 RECIPES = ROOT / "recipes"
 NEEDED = ["target.model=somewhere", "data.train=some.jsonl"]
@@ -38,29 +37,6 @@ def test_every_group_can_be_chosen() -> None:
             # A choice with several sources replaces the one in NEEDED.
             sources = ["data.train=null"] if group == "data" and name == "mixture" else []
             check(composed("any_target", f"{group}={name}", *NEEDED, *sources))
-
-
-def test_overrides_reach_their_fields_with_the_right_types() -> None:
-    config = composed(
-        "any_target",
-        *NEEDED,
-        "drafter=eagle3",
-        "deepspeed.zero_stage=2",
-        "capture.mode=online",
-        "optim.schedule=linear",
-        "optim.lr=1e-3",
-        "drafter.aux_layer_ids=[1,2]",
-        "stages=[data,report]",
-        "train.max_steps=null",
-    )
-    assert (config.drafter.fc_norm, config.drafter.norm_output) == (False, False)
-    assert config.deepspeed.zero_stage == 2
-    assert config.capture.mode is CaptureMode.online
-    assert config.optim.schedule is Schedule.linear
-    assert config.optim.lr == pytest.approx(1e-3)
-    assert config.drafter.aux_layer_ids == [1, 2]
-    assert config.stages == [Stage.data, Stage.report]
-    assert config.train.max_steps is None
 
 
 @pytest.mark.parametrize(

@@ -12,38 +12,15 @@ def train_metrics(num_steps: int = 400, every: int = 2) -> list[dict[str, Any]]:
     records = []
     for step in range(every, num_steps + 1, every):
         learned = 1 - math.exp(-3.5 * step / num_steps)
-        depths = [
-            {
-                "loss": 7.6 - 5.4 * learned * 0.93**depth + 0.2 * depth,
-                "agreement": 0.68 * learned * 0.93**depth,
-                "expected_acceptance": 0.6 * learned * 0.93**depth,
-                "num_rows": 3000 - 90 * depth,
-            }
-            for depth in range(7)
-        ]
-        record = {
-            "kind": "train",
-            "step": step,
-            "loss": sum(0.8**i * d["loss"] for i, d in enumerate(depths)),
-        }
-        record |= {
-            "learning_rate": 1e-3 * (1 - step / num_steps),
-            "grad_norm": 0.4,
-            "tokens_per_second": 5210.0,
-        }
-        records.append(record | {"supervised_positions": 3000 * step, "seconds": 0.4 * step, "depth": depths})
+        depths = [{"loss": 7.6 - 5.4 * learned * 0.93**depth + 0.2 * depth} for depth in range(7)]
+        records.append({"kind": "train", "step": step, "seconds": 0.4 * step, "depth": depths})
     return records
 
 
 def validation_metrics(step: int) -> dict[str, Any]:
     rate = 0.66 * (1 - math.exp(-3.5 * step / 400))
-    return {
-        "kind": "validation",
-        "step": step,
-        "acceptance_length": {str(k): sum(rate**i for i in range(k + 1)) for k in range(1, 5)},
-        "num_drafts": 1200,
-        "conditional_acceptance": [rate] * 4,
-    }
+    lengths = {str(k): sum(rate**i for i in range(k + 1)) for k in range(1, 5)}
+    return {"kind": "validation", "step": step, "acceptance_length": lengths}
 
 
 def drift_metrics(step: int) -> dict[str, Any]:
@@ -65,15 +42,8 @@ def finished_metrics() -> list[dict[str, Any]]:
 
 
 def statistics(accepted: list[int], num_drafts: int, **more: Any) -> dict[str, Any]:
-    before = [num_drafts, *accepted]
-    return {
-        "k": len(accepted),
-        "num_drafts": num_drafts,
-        "accepted_per_position": accepted,
-        "acceptance_length": 1 + sum(accepted) / num_drafts,
-        "absolute_acceptance": [n / num_drafts for n in accepted],
-        "conditional_acceptance": [n / max(m, 1) for n, m in zip(accepted, before, strict=False)],
-    } | more
+    found = AcceptanceStats(len(accepted), num_drafts, tuple(accepted)).to_json()
+    return found | {"accepted_per_position": accepted} | more  # a list, as in a file
 
 
 def by_draft_length(accepted: list[int], num_drafts: int) -> dict[str, Any]:
