@@ -96,9 +96,8 @@ def compare_served(
     num_drafts = num_compared = num_tokens = 0
     drafts: list[tuple[int, Difference]] = []
     tokens: list[tuple[int, Difference]] = []
-    placed = served.drafts_within_completions
     for index, sample in samples:
-        completion, made = served.completions[index], placed[index]
+        completion, made = served.completions[index], served.drafts[index]
         number, found = compare_drafts(drafter, frozen, sample, completion, made, dtype)
         num_drafts, num_compared = num_drafts + len(made), num_compared + number
         num_tokens += len(completion)

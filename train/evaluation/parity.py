@@ -127,8 +127,7 @@ def compare_engine(
     samples = target.samples(prompts, served.completions)
     captured = list(tracked(samples, "reference", "prompts", total=len(prompts)))
     ours = replay_greedily(*candidate, packed(sample for _, sample in captured), k).by_prompt
-    drafts = served.drafts_within_completions
-    theirs = [acceptance(k, [drafts[index]], [served.completions[index]]) for index, _ in captured]
+    theirs = [acceptance(k, [served.drafts[index]], [served.completions[index]]) for index, _ in captured]
     return Comparison(
         k=k,
         by_prompt=[(lengths[k - 1], one) for lengths, one in zip(ours, theirs, strict=True)],

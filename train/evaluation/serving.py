@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,15 +107,7 @@ class Served:
     """The completions of an engine, one per prompt."""
 
     completions: list[list[int]]
-    drafts: list[list[PlacedDraft]]
-
-    @property
-    def drafts_within_completions(self) -> list[list[PlacedDraft]]:
-        """The drafts with the accepted tokens that are within the completion: the engine accepts more."""
-        return [
-            cut_to_completion(drafts, len(completion))
-            for drafts, completion in zip(self.drafts, self.completions, strict=True)
-        ]
+    drafts: list[list[PlacedDraft]]  # with the accepted tokens that are within the completion
 
 
 @dataclass(frozen=True)
@@ -141,6 +133,11 @@ class JobResult:
             raise EngineFailure(
                 f"The recorded drafts ({recorded}) are not those that vLLM counts ({counted})."
             )
+        # An engine accepts tokens after the one that ends a completion, too.
+        drafts = [
+            [replace(one, num_accepted=min(one.num_accepted, len(completion) - one.position)) for one in made]
+            for made, completion in zip(drafts, raw["completions"], strict=True)
+        ]
         served = Served(raw["completions"], drafts)
         return JobResult(served, counters, raw["model_runner"], raw["vllm_version"])
 
@@ -238,13 +235,6 @@ def acceptance(
         if draft.position + k <= len(completion)
     ]
     return AcceptanceStats.from_lengths(k, accepted)
-
-
-def cut_to_completion(drafts: Sequence[PlacedDraft], num_tokens: int) -> list[PlacedDraft]:
-    """Count accepted tokens up to the end of the completion; engines accept more after the stop token."""
-    return [
-        PlacedDraft(d.position, d.token_ids, min(d.num_accepted, num_tokens - d.position)) for d in drafts
-    ]
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:

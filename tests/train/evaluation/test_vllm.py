@@ -1,6 +1,6 @@
 """Numbers from vLLM's completions, and the prompts that are left out."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -35,7 +35,8 @@ def counted(num_drafts: int, accepted: list[int]) -> dict[str, Any]:
 def test_drafts_that_are_not_those_of_the_counters_raise() -> None:
     right = {"completions": [COMPLETION], "drafts": [[asdict(one) for one in DRAFTS]]}
     right |= {"counters": counted(2, [2, 2, 1]), "model_runner": "V1", "vllm_version": "0"}
-    assert JobResult.from_json(right).served == Served([COMPLETION], [DRAFTS])
+    within = [DRAFTS[0], replace(DRAFTS[1], num_accepted=2)]
+    assert JobResult.from_json(right).served == Served([COMPLETION], [within])
     for counters in (counted(1, [2, 2, 1]), counted(2, [2, 2, 0])):
         with pytest.raises(EngineFailure, match="not those that vLLM counts"):
             JobResult.from_json(right | {"counters": counters})
