@@ -11,6 +11,7 @@ from data.samples import CapturedSample
 from data.target.cached_decoding import TargetDecoder
 from data.target.head import TargetHead
 from data.target.parts import TargetParts
+from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.decoding.speculative import decode_speculatively
 from eagle31.export.read import LoadedExport
 from eagle31.model.config import DrafterConfig
@@ -19,7 +20,7 @@ from eagle31.model.frozen import FrozenParts
 from train.evaluation.agreement import compare_served
 from train.evaluation.completing import CompletingTarget
 from train.evaluation.replay import MAX_DRAFT_TOKENS
-from train.evaluation.serving import Served, acceptance, placed_drafts
+from train.evaluation.serving import Served, placed_drafts
 
 Candidate = tuple[Drafter, FrozenParts]
 Samples = Iterable[tuple[int, CapturedSample]]  # the prompt's place among those that were decoded
@@ -133,7 +134,7 @@ def evaluation_json(
         "sampling": sampled,
         "decoding": {
             "num_prompts": len(served.completions),
-            **acceptance(k, served.drafts, served.completions).to_json(),
+            **sum(served.acceptance(k), AcceptanceStats.from_lengths(k, [])).to_json(),
             "num_tokens": sum(map(len, served.completions)),
             "completions": agreement.counts_of_completions(served.completions, without),
             "replay": agreement.counts_of_drafts,

@@ -16,7 +16,7 @@ from train.evaluation.completing import CompletingTarget, open_capture, packed
 from train.evaluation.intervals import over_prompts
 from train.evaluation.measure import candidate_of
 from train.evaluation.replay import replay_greedily
-from train.evaluation.serving import Served, acceptance
+from train.evaluation.serving import Served
 from train.tables import aligned
 
 _NUM_SHOWN = 8  # differences in a list
@@ -127,10 +127,12 @@ def compare_engine(
     samples = target.samples(prompts, served.completions)
     captured = list(tracked(samples, "reference", "prompts", total=len(prompts)))
     ours = replay_greedily(*candidate, packed(sample for _, sample in captured), k).by_prompt
-    theirs = [acceptance(k, [served.drafts[index]], [served.completions[index]]) for index, _ in captured]
+    theirs = served.acceptance(k)
     return Comparison(
         k=k,
-        by_prompt=[(lengths[k - 1], one) for lengths, one in zip(ours, theirs, strict=True)],
+        by_prompt=[
+            (lengths[k - 1], theirs[index]) for lengths, (index, _) in zip(ours, captured, strict=True)
+        ],
         agreement=compare_served(*candidate, captured, served, dtype),
         dtype=dtype,
         quantized=getattr(parts.config, "quantization_config", None) is not None,

@@ -1,7 +1,7 @@
 """vLLM with a drafter, driven from outside: jobs for `serving_worker.py`, and their results."""
 
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,15 @@ class Served:
 
     completions: list[list[int]]
     drafts: list[list[PlacedDraft]]  # with the accepted tokens that are within the completion
+
+    def acceptance(self, k: int) -> list[AcceptanceStats]:
+        """Return the statistics of each prompt's drafts of k tokens that are within its completion."""
+        return [
+            AcceptanceStats.from_lengths(
+                k, [draft.num_accepted for draft in drafts if draft.position + k <= len(completion)]
+            )
+            for drafts, completion in zip(self.drafts, self.completions, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -222,19 +231,6 @@ def placed_drafts(decoded: Decoded) -> list[PlacedDraft]:
         placed.append(PlacedDraft(position, token_ids, num_accepted))
         position += num_accepted + 1
     return placed
-
-
-def acceptance(
-    k: int, drafts: Iterable[Sequence[PlacedDraft]], completions: Iterable[Sequence[int]]
-) -> AcceptanceStats:
-    """Return the statistics of the drafts of k tokens that are within the completions of their prompts."""
-    accepted = [
-        draft.num_accepted
-        for placed, completion in zip(drafts, completions, strict=True)
-        for draft in placed
-        if draft.position + k <= len(completion)
-    ]
-    return AcceptanceStats.from_lengths(k, accepted)
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:

@@ -18,7 +18,6 @@ from train.evaluation.serving import (
     EngineFailure,
     EngineSpec,
     JobResult,
-    acceptance,
     draft_room,
     run_job,
 )
@@ -73,10 +72,7 @@ def decode_with_mtp_head(
     except EngineFailure as error:
         reason = " ".join(str(error).partition("\n  | ")[0].split())
         return {"missing": f"not measured: {reason}"}
-    pairs = zip(served.drafts, served.completions, strict=True)
-    k = conditions.draft_tokens
-    by_prompt = tuple((acceptance(k, [drafts], [completion]),) for drafts, completion in pairs)
-    return PromptAcceptance(by_prompt).to_json()
+    return PromptAcceptance(tuple((one,) for one in served.acceptance(conditions.draft_tokens))).to_json()
 
 
 def _run(job: DecodeJob, log: Path) -> JobResult:

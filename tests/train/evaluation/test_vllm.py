@@ -12,7 +12,6 @@ from train.evaluation.serving import (
     JobResult,
     PlacedDraft,
     Served,
-    acceptance,
     draft_room,
 )
 from train.evaluation.vllm import fitting_prompts
@@ -24,8 +23,10 @@ DRAFTS = [PlacedDraft(1, [11, 12, 99], 2), PlacedDraft(6, [16, 17, 18], 3)]
 
 def test_drafts_count_that_end_within_the_completion() -> None:
     drafts = [*DRAFTS, PlacedDraft(5, [15, 16, 17], 3)]
-    stats = acceptance(3, [drafts, [PlacedDraft(1, [4, 5, 6], 3)]], [COMPLETION, [3, 4, 5]])
-    assert (stats.num_drafts, stats.accepted_per_position) == (2, (2, 2, 1))
+    served = Served([COMPLETION, [3, 4, 5]], [drafts, [PlacedDraft(1, [4, 5, 6], 3)]])
+    first, second = served.acceptance(3)
+    assert (first.num_drafts, first.accepted_per_position) == (2, (2, 2, 1))
+    assert second.num_drafts == 0
 
 
 def counted(num_drafts: int, accepted: list[int]) -> dict[str, Any]:
