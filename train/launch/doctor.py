@@ -4,7 +4,7 @@ import asyncio
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -198,10 +198,10 @@ async def _servers(config: RunConfig) -> list[Check]:
     return list(await asyncio.gather(*map(ask, config.vllm.servers)))
 
 
-def _credentials(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Iterator[Check]:
+def _credentials(config: RunConfig) -> Iterator[Check]:
     """Yield keys and tokens that the run uses. None is ever printed."""
     if config.vllm.remote_servers:
-        remedy = "" if environment.get(KEY_VARIABLE) else "Export it as where the servers were started."
+        remedy = "" if os.environ.get(KEY_VARIABLE) else "Export it as where the servers were started."
         yield Check(KEY_VARIABLE, LACKING if remedy else OK, "not set" if remedy else "set", remedy)
     check = _asked("W&B", check_wandb, "")
     yield replace(check, found=wandb_mode()) if check.status == OK else check

@@ -27,11 +27,10 @@ def drift_metrics(step: int) -> dict[str, Any]:
     """A record of a drafter whose attention moves to its own tokens and whose state grows."""
     depth = []
     for index in range(8):
-        own, reached = 0.09 * index, 40 // 2**index
+        own = 0.09 * index
         layer = {"sink": 0.6 * (1 - own), "own": own, "context": 0.4 * (1 - own)}
-        state = {"state_rms": 1.5**index * (1 + step / 400), "num_reached": reached}
-        depth.append({"layers": [layer], "conditional_acceptance": 0.5 if reached else None} | state)
-    return {"kind": "drift", "step": step, "num_positions": 64, "seconds": 0.05, "depth": depth}
+        depth.append({"layers": [layer], "state_rms": 1.5**index * (1 + step / 400)})
+    return {"kind": "drift", "step": step, "num_positions": 64, "depth": depth}
 
 
 def finished_metrics() -> list[dict[str, Any]]:

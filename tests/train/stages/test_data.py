@@ -12,12 +12,8 @@ from data.embedded.target import EmbeddedTarget
 from eagle31.errors import UserError
 from eagle31.json_files import read_json, read_jsonl
 from tests.train.small_run import RECIPE, arguments
-from tests.train.stages.making import make_result
-from tests.train.torchrun import composed
+from tests.train.stages.making import run_stage_alone
 from train.config.run import Stage
-from train.context import RunContext
-from train.distributed import World
-from train.pipeline import unfinished_stages
 from train.stages import data as data_stage
 from train.stages.states import training_samples
 
@@ -27,10 +23,8 @@ LIMIT = 50
 def _chosen(target: EmbeddedTarget, directory: Path, *settings: str) -> tuple[dict, list[dict]]:
     """Run the data stage; return its summary and the training samples."""
     limit = f"data.max_samples={LIMIT}"
-    config = composed(RECIPE, *arguments(target, directory), limit, "data.max_tokens=100", *settings)
-    context = RunContext(config, World(rank=0, local_rank=0, size=1))
-    unfinished_stages(context, [Stage.data])
-    make_result(context, Stage.data)
+    given = [*arguments(target, directory), limit, "data.max_tokens=100", *settings]
+    context = run_stage_alone(Stage.data, RECIPE, *given)
     summary = context.artifacts[Stage.data].summary
     samples = training_samples(context.artifacts[Stage.data])
     assert summary["tokens_fingerprint"] == tokens_fingerprint(samples)

@@ -12,13 +12,9 @@ from data.embedded.target import EmbeddedTarget
 from eagle31.errors import UserError
 from tests.data.conversations.jsonl_files import write_jsonl
 from tests.train.small_run import RECIPE, arguments
-from tests.train.stages.making import make_result
-from tests.train.torchrun import composed
+from tests.train.stages.making import run_stage_alone
 from train.config.compose import CHECKOUT
 from train.config.run import Stage
-from train.context import RunContext
-from train.distributed import World
-from train.pipeline import unfinished_stages
 from train.stages.states import training_samples
 
 TEMPLATE = """\
@@ -81,10 +77,8 @@ def test_the_table_says_what_the_data_stage_makes_of_each_format(
         f"data.regenerate.enabled={str(regenerate).lower()}",
         "data.regenerate.max_new_tokens=2",
     ]
-    config = composed(RECIPE, *arguments(small_target, tmp_path / "run"), *settings)
-    context = RunContext(config, World(rank=0, local_rank=0, size=1))
-    unfinished_stages(context, [Stage.data])
-    make_result(context, Stage.data)
+    given = [*arguments(small_target, tmp_path / "run"), *settings]
+    context = run_stage_alone(Stage.data, RECIPE, *given)
     tokenizer = AutoTokenizer.from_pretrained(small_target.model)
     found = {}
     for sample in training_samples(context.artifacts[Stage.data]).to_list():
