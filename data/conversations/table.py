@@ -1,9 +1,12 @@
-"""Conversations in a file, of which only one is in memory."""
+"""Conversations in a file, of which only one is in memory, and which of them are used with which template."""
 
+import hashlib
 import json
 import os
+import random
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import IO
@@ -71,3 +74,29 @@ class Selection:
         """Return the conversations in the random order in which a run with a limit uses them."""
         order = np.random.default_rng(seed).permutation(len(self))
         return Selection(self._conversations, self._indices[order])
+
+
+@dataclass(frozen=True)
+class AugmentedConversations:
+    """The conversations in order, some of them with another template; which depends on id and seed.
+
+    Args:
+        templates: of `data.conversations.perturbation.TEMPLATES`, or paths of templates.
+    """
+
+    conversations: Conversations
+    probability: float
+    templates: Sequence[str]
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.conversations)
+
+    def __getitem__(self, index: int) -> Conversation:
+        conversation = self.conversations[index]
+        rng = random.Random(hashlib.sha256(f"{self.seed}:{conversation.id}".encode()).digest())
+        chosen = rng.random() < self.probability
+        return replace(conversation, template=rng.choice(self.templates)) if chosen else conversation
+
+    def __iter__(self) -> Iterator[Conversation]:
+        return (self[index] for index in range(len(self)))

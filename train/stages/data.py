@@ -15,13 +15,12 @@ import torch
 from datasets import Dataset, load_from_disk
 
 from data.capture.tokens import token_batches, tokens_fingerprint
-from data.conversations.augmentation import AugmentedConversations
 from data.conversations.mixing import mix, mixed_training, remove_tables
 from data.conversations.perturbation import template_source
 from data.conversations.preformatted import SplitText, text_splitter
 from data.conversations.prompts import prompt_messages, render_prompt
 from data.conversations.schemas import Conversation, Conversations
-from data.conversations.table import Selection
+from data.conversations.table import AugmentedConversations, Selection
 from data.conversations.template import TemplateRefused
 from data.conversations.tokenize import Enough, check_refused, print_refused, save_dataset, tokenize
 from data.conversations.trial import try_rendering
