@@ -12,6 +12,7 @@ import numpy as np
 from data.batches.row_order import balanced, pack_epoch
 from data.batches.rows import empty_row, pack_row
 from data.samples import CapturedSample, HiddenStateSource, StateShape
+from data.store import HiddenStateStore
 from eagle31.errors import UserError
 from eagle31.training.batch import PackedBatch
 
@@ -35,15 +36,6 @@ class OrderedSource(HiddenStateSource, Protocol):
     def expect(self, indices: Sequence[int]) -> None: ...
     def collect_stats(self) -> SourceStats: ...
     def stop(self) -> None: ...
-
-
-@runtime_checkable
-class StoredSource(HiddenStateSource, Protocol):
-    """A source that decodes samples straight into the rows, which saves a copy of the states."""
-
-    @property
-    def state_shape(self) -> StateShape: ...
-    def read_into(self, indices: Sequence[int], places: Sequence[CapturedSample]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -200,14 +192,14 @@ class RowLoader:
         ]
 
     def _read(self, step: int, rows: Sequence[Sequence[int]]) -> list[PackedBatch]:
-        if isinstance(self.source, StoredSource):
+        if isinstance(self.source, HiddenStateStore):
             return self._read_into_rows(self.source, rows)
         if isinstance(self.source, OrderedSource):
             self._announce(self.source, step)
         samples = iter(self.source.get_many([index for row in rows for index in row]))
         return [self._pack([next(samples) for _ in row]) for row in rows]
 
-    def _read_into_rows(self, source: StoredSource, rows: Sequence[Sequence[int]]) -> list[PackedBatch]:
+    def _read_into_rows(self, source: HiddenStateStore, rows: Sequence[Sequence[int]]) -> list[PackedBatch]:
         batches, places = [], []
         for row in rows:
             lengths = [int(source.lengths[index]) for index in row]

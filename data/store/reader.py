@@ -128,7 +128,10 @@ class HiddenStateStore:
         return StateShape.of(tensors[STATES[0]], decoded_dtype(tensors))
 
     def read_into(self, indices: Sequence[int], places: Sequence[CapturedSample]) -> None:
-        """Decode samples into tensors of the caller, with `num_threads` of them at the same time."""
+        """Decode samples into tensors of the caller, with `num_threads` of them at the same time.
+
+        For packed rows, this saves a copy of the states.
+        """
         for _ in self._threads.map(self._read_into, indices, places):
             pass
 
