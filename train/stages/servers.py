@@ -93,9 +93,9 @@ def _check(context: RunContext, stage: Stage) -> None:
 
     def check(server: VllmClient, info: ServerInfo) -> None:
         if must_capture(config, stage):
-            check_states(server, info, target, longest)
+            check_states(target, longest, server, info)
         else:
-            check_target(server, info, target, longest)
+            check_target(target, longest, server, info)
         if stage in _WRITERS:
             check_unchanged(server, info, samples=samples)
 

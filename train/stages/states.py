@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 from datasets import Dataset
@@ -12,8 +13,7 @@ from data.capture.dispatch import Dispatcher
 from data.capture.hf_source import TransformersStates
 from data.capture.tokens import dataset_lengths
 from data.capture.transport.protocol import OpenTransport
-from data.capture.vllm.client import VllmClient, check_states
-from data.capture.vllm.server_info import ServerInfo
+from data.capture.vllm.client import check_states
 from data.refusals import refusal_lines
 from data.samples import HiddenStateSource
 from data.store import HiddenStateStore
@@ -101,11 +101,8 @@ def _vllm_connected(
     context: RunContext, dataset: Dataset, codec: str
 ) -> Iterator[tuple[Dispatcher, OpenTransport]]:
     config, world = context.config, context.world
-    target, longest = context.captured_target, max(dataset_lengths(dataset))
-
-    def check(client: VllmClient, info: ServerInfo) -> None:
-        check_states(client, info, target, longest)
-
+    target = context.captured_target
+    check = partial(check_states, target, max(dataset_lengths(dataset)))
     # Servers that the run has started write into the memory of their own node.
     clients = context.servers.clients(everywhere=False)
     with (

@@ -2,14 +2,14 @@
 
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 from datasets import Dataset
 
-from data.capture.vllm.client import VllmClient, check_target
-from data.capture.vllm.server_info import ServerInfo
+from data.capture.vllm.client import check_target
 from data.conversations.schemas import Conversations
 from data.conversations.tokenize import record_batch, save_dataset
 from data.generation.answers import MIN_ANSWER_TOKENS, AnswerGenerator, answer_prompts, joined
@@ -153,10 +153,6 @@ def open_generator(context: RunContext, everywhere: bool = True) -> AbstractCont
     if context.config.target.engine is TargetEngine.hf:
         batch_size = context.config.data.regenerate.batch_size
         return transformers_generator(context.target.spec, context.world.device, batch_size)
-    target, longest = context.captured_target, longest_prompt(context.config)
-
-    def check(client: VllmClient, info: ServerInfo) -> None:
-        check_target(client, info, target, longest)
-
+    check = partial(check_target, context.captured_target, longest_prompt(context.config))
     clients = context.servers.clients(everywhere, senders=1)
     return closing(VllmGenerator(clients, check, context.servers.patience_seconds))

@@ -166,7 +166,7 @@ class VllmClient:
             raise Unavailable(f"The answer is no JSON: {response.text[:200]}", lost=True) from error
 
 
-def check_target(client: VllmClient, info: ServerInfo, target: CapturedTarget, longest: int) -> None:
+def check_target(target: CapturedTarget, longest: int, client: VllmClient, info: ServerInfo) -> None:
     """Raise UserError for a server of another target, or one that was started for shorter samples.
 
     Args:
@@ -183,9 +183,9 @@ def check_target(client: VllmClient, info: ServerInfo, target: CapturedTarget, l
         raise _other_server(client, "longest prompt has", found)
 
 
-def check_states(client: VllmClient, info: ServerInfo, target: CapturedTarget, longest: int) -> None:
+def check_states(target: CapturedTarget, longest: int, client: VllmClient, info: ServerInfo) -> None:
     """Raise UserError for a server that would capture other states; `longest` as for `check_target`."""
-    check_target(client, info, target, longest)
+    check_target(target, longest, client, info)
     if info.aux_layer_ids != target.aux_layer_ids:
         found = f"{list(info.aux_layer_ids)}, not {list(target.aux_layer_ids)}"
         raise _other_server(client, "aux layer ids are", found)

@@ -19,7 +19,6 @@ from data.capture.transport.protocol import OpenTransport
 from data.capture.transport.spool import file_bytes, open_spool
 from data.capture.vllm.capture_request import capture_params
 from data.capture.vllm.client import VllmClient, check_states
-from data.capture.vllm.server_info import ServerInfo
 from data.capture.vllm.server_process import ServerProcess
 from data.generation.answers import answer_prompts
 from data.generation.vllm import VllmGenerator
@@ -58,10 +57,7 @@ def capture_store(
 ) -> None:
     """Fill a store through a server, as the capture stage does; the spool is in `root`."""
     shape = StateShape(target.num_aux_layers, target.parts.hidden_size, target.parts.dtype)
-    longest = max(map(len, dataset["input_ids"]))
-
-    def check(client: VllmClient, info: ServerInfo) -> None:
-        check_states(client, info, target, longest)
+    check = partial(check_states, target, max(map(len, dataset["input_ids"])))
 
     def captured(
         _: Sequence[int], missing: Sequence[int]
