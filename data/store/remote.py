@@ -69,19 +69,12 @@ def check_protocol(url: str) -> None:
     Raises:
         UserError: the URL has credentials, its protocol is unknown, or its package is not installed.
     """
-    with _named_errors(url):
-        for protocol in url.partition("://")[0].split("::"):
-            fsspec.get_filesystem_class(protocol)
-
-
-@contextmanager
-def _named_errors(url: str) -> Iterator[None]:
-    """Raise UserError for a URL with credentials, and for what fsspec raises about its protocol."""
     if has_url_credentials(url):
         remedy = "Leave them out: credentials come from the variables or files of the protocol's package."
         raise UserError("capture.store", url, f"The URL has credentials. {remedy}")
     try:
-        yield
+        for protocol in url.partition("://")[0].split("::"):
+            fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         raise UserError("capture.store", url, f"Reading it needs another package: {error}.") from None
     except ValueError as error:
@@ -99,9 +92,9 @@ class RemoteDirectory:
     """
 
     def __init__(self, url: str) -> None:
+        check_protocol(url)
         self.url = url.rstrip("/")
-        with _named_errors(url):
-            self._system, self._path = fsspec.core.url_to_fs(self.url)
+        self._system, self._path = fsspec.core.url_to_fs(self.url)
 
     def file(self, name: str) -> RemoteFile:
         return RemoteFile(self._system, f"{self._path}/{name}")
