@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from data.target.parts import TargetParts
 from eagle31.export.read import LoadedExport
 from eagle31.model.drafter import Drafter
+from eagle31.model.eagle import EagleDrafter
 from eagle31.model.frozen import FrozenParts, project_width
 from eagle31.model.kinds import new_drafter
 from eagle31.model.vocab import DraftVocab
@@ -93,7 +94,15 @@ def _head_rows(vocab: DraftVocab, parts: TargetParts) -> Tensor:
 
 
 def initialize(drafter: Drafter, std: float = 0.02) -> None:
-    """Draw weights of products and embeddings from a normal distribution, as Llama does; norms stay one."""
+    """Draw weights of products and embeddings from a normal distribution, as Llama does; norms stay one.
+
+    An EAGLE drafter of the target's width begins with the deepest captured state as its fused state, which
+    its residual stream leads to a copy of the target's head. docs/study.md has an ablation.
+    """
     for module in drafter.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)
+    width = drafter.config.target_hidden_size
+    if isinstance(drafter, EagleDrafter) and drafter.config.hidden_size == width:
+        nn.init.zeros_(drafter.fc.weight)
+        nn.init.eye_(drafter.fc.weight[:, -width:])
