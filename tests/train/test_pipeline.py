@@ -227,4 +227,4 @@ def test_an_adapted_drafter_starts_with_the_weights_of_the_export(
     trained = read_json(first / "stage.json")["summary"]["best_validation_acceptance_length"]
     untrained, at_start = (one[0]["acceptance_length"]["4"] for one in (before, after))
     assert at_start == pytest.approx(trained, rel=0.03)  # the export is rounded to bfloat16
-    assert at_start > 1.03**2 * untrained
+    assert abs(at_start - trained) < (at_start - untrained) / 2

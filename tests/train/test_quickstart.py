@@ -13,7 +13,7 @@ from eagle31.json_files import read_json
 from tests.runs.forked import ROOT, environment
 from tests.train.small_quickstart import small_quickstart
 
-STEPS = 12
+STEPS = 48
 
 
 def test_quickstart_exports_a_drafter_and_prints_what_it_gains(
