@@ -9,7 +9,10 @@ from transformers import PreTrainedModel
 
 from data.target.aux_layers import check_aux_layer_ids
 from data.target.head import TargetHead
-from data.target.modules import TargetModules, layer_inputs
+from data.target.loading import load_target
+from data.target.modules import TargetModules, layer_inputs, locate
+from data.target.parts import TargetParts
+from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 
 _PROBE_TOKENS = 16
@@ -80,6 +83,16 @@ class HiddenStateCapture:
         keepers = [(layer_id, partial(keep, output)) for layer_id, output in outputs]
         with layer_inputs(self.modules, keepers):
             self.modules.decoder(input_ids=input_ids, use_cache=False)
+
+
+def open_capture(
+    spec: TargetSpec, parts: TargetParts, aux_layer_ids: Sequence[int], device: torch.device
+) -> HiddenStateCapture:
+    """Load the target with its capture hooks, and check that its head gives its logits."""
+    model = load_target(spec, device)
+    capture = HiddenStateCapture(model, locate(model), aux_layer_ids)
+    check_head(capture, parts.head)
+    return capture
 
 
 def check_head(capture: HiddenStateCapture, head: TargetHead) -> None:

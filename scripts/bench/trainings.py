@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data.capture.hf import open_capture
 from data.conversations.perturbation import PromptSetting
 from data.conversations.schemas import Conversation
 from data.sampling import Sampling
@@ -41,7 +42,7 @@ from train.context import RunContext
 from train.distributed import World
 from train.drafter.build import build_drafter
 from train.drafter.published import open_published
-from train.evaluation.completing import CompletingTarget, open_capture, packed
+from train.evaluation.completing import CompletingTarget, packed
 from train.evaluation.intervals import Floats, Interval
 from train.evaluation.matrix import Cell, complete_cells, parse_sources, prompt_source, render_cells
 from train.evaluation.replay import MAX_DRAFT_TOKENS, replay_greedily

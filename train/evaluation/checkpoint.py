@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 
+from data.capture.hf import open_capture
 from data.conversations.choices import parse_template_kwargs
 from data.conversations.perturbation import PromptSetting
 from data.progress import tracked
@@ -21,7 +22,7 @@ from train.config.data import MAX_TEMPERATURE
 from train.config.evaluate import MAX_DRAFT_TOKENS
 from train.config.target import TargetConfig
 from train.drafter.published import check_trained_for, fetch_checkpoint, open_published
-from train.evaluation.completing import CompletingTarget, open_capture, packed
+from train.evaluation.completing import CompletingTarget, packed
 from train.evaluation.matrix import (
     Cell,
     complete_cells,

@@ -7,28 +7,14 @@ from pathlib import Path
 import torch
 
 from data.batches.rows import pack_row
-from data.capture.hf import HiddenStateCapture, check_head
+from data.capture.hf import HiddenStateCapture
 from data.generation.answers import answer_prompts
 from data.generation.hf import TransformersGenerator
 from data.samples import CapturedSample
 from data.sampling import Sampling
-from data.target.loading import load_target
-from data.target.modules import locate
-from data.target.parts import TargetParts
-from data.target.spec import TargetSpec
 from eagle31.training.batch import PackedBatch
 
 _ROW_TOKENS = 2048
-
-
-def open_capture(
-    spec: TargetSpec, parts: TargetParts, aux_layer_ids: Sequence[int], device: torch.device
-) -> HiddenStateCapture:
-    """Load the target with its capture hooks, and check that its head gives its logits."""
-    model = load_target(spec, device)
-    capture = HiddenStateCapture(model, locate(model), aux_layer_ids)
-    check_head(capture, parts.head)
-    return capture
 
 
 @dataclass(frozen=True)

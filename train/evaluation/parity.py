@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
+from data.capture.hf import open_capture
 from data.progress import tracked
 from data.target.parts import TargetParts
 from data.target.spec import TargetSpec
 from eagle31.decoding.acceptance import AcceptanceStats
 from eagle31.export.read import LoadedExport
 from train.evaluation.agreement import Agreement, Difference, compare_served, describe_counts
-from train.evaluation.completing import CompletingTarget, open_capture, packed
+from train.evaluation.completing import CompletingTarget, packed
 from train.evaluation.intervals import over_prompts
 from train.evaluation.measure import candidate_of
 from train.evaluation.replay import replay_greedily

@@ -152,8 +152,10 @@ class JobResult:
 
 
 def run_job(job: DecodeJob, python: Path, log_path: Path) -> JobResult:
-    """Run one job. Raises EngineFailure if its engine does not start, fails, or records other drafts than it
-    counts.
+    """Run one job.
+
+    Raises:
+        EngineFailure: its engine does not start, fails, or has recorded other drafts than it counts.
     """
     [result] = run_jobs([job], python, log_path)
     if isinstance(result, EngineFailure):

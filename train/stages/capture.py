@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from data.capture.filling import Capture, StoreSpec, fill_store
+from data.capture.hf import open_capture
 from data.capture.hf_source import TransformersStates
 from data.capture.tokens import tokens_fingerprint
 from data.samples import CapturedSample, StateShape
@@ -17,7 +18,6 @@ from train.config.capture import CaptureMode, CaptureSource
 from train.config.run import RunConfig, Stage
 from train.context import RunContext
 from train.engines.inputs import target_inputs, torchspec_inputs, transformers_inputs, vllm_inputs
-from train.evaluation.completing import open_capture
 from train.stages.data import HELD_OUT, SAMPLED
 from train.stages.states import (
     BATCH_TOKENS,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from data.capture.hf import open_capture
 from data.progress import tracked
 from data.store import HiddenStateStore
 from eagle31.export.read import load_export
@@ -16,7 +17,7 @@ from train.config.run import Stage
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.drafter.build import build_drafter
-from train.evaluation.completing import CompletingTarget, open_capture, packed
+from train.evaluation.completing import CompletingTarget, packed
 from train.evaluation.measure import (
     Candidate,
     Conditions,

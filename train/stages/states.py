@@ -10,6 +10,7 @@ from datasets import Dataset
 
 from data.capture.arriving import ArrivingStates
 from data.capture.dispatch import Dispatcher
+from data.capture.hf import open_capture
 from data.capture.hf_source import TransformersStates
 from data.capture.tokens import dataset_lengths
 from data.capture.transport.protocol import OpenTransport
@@ -23,7 +24,6 @@ from train.config.run import Stage
 from train.context import RunContext
 from train.distributed import World
 from train.engines.transport import open_run_spool, rank_name, spool_transport
-from train.evaluation.completing import open_capture
 
 _READ_THREADS = 4  # of a rank, which read and decode the samples of a store
 BATCH_TOKENS = 8192  # of one forward pass in transformers, with padding: enough to keep a GPU busy
