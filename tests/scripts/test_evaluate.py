@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from data.capture import hf
 from data.generation.hf import TransformersGenerator
 from data.target.spec import TargetSpec
 from eagle31.errors import UserError
@@ -17,7 +18,6 @@ from tests.data.conversations import chat_templates as templates
 from tests.data.target.tiny_target import HIDDEN_SIZE, save_model
 from tests.train.drafter.tiny_export import write_tiny_export
 from tests.train.small_run import assert_agreement
-from train.evaluation import completing
 from train.evaluation.checkpoint import (
     CheckpointEvaluation,
     evaluate_checkpoint,
@@ -117,7 +117,7 @@ def test_the_prompts_that_are_decoded_are_of_all_sources() -> None:
 def test_bad_input_is_refused_before_the_target_is_loaded(
     asked: CheckpointEvaluation, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], field: str
 ) -> None:
-    monkeypatch.setattr(completing, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(hf, "load_target", lambda *_: pytest.fail("the target was loaded"))
     with pytest.raises(UserError) as raised:
         evaluate_checkpoint(replace(asked, **changes))
     assert raised.value.field == field

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from data.capture import hf
 from data.embedded.target import EmbeddedTarget
 from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
@@ -20,7 +21,6 @@ from train.config.run import Stage
 from train.config.target import TargetEngine
 from train.context import RunContext
 from train.distributed import World
-from train.evaluation import completing
 from train.evaluation import vllm as vllm_evaluation
 from train.evaluation.parity import compare_engine
 from train.evaluation.serving import DecodeJob, JobResult, run_job
@@ -64,7 +64,7 @@ def in_vllm(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EAGLE31_VLLM_PYTHON", str(vllm_python))
         patch.setattr(vllm_evaluation, "run_job", kept)
-        patch.setattr(completing, "load_target", lambda *_: pytest.fail("transformers loaded the target"))
+        patch.setattr(hf, "load_target", lambda *_: pytest.fail("transformers loaded the target"))
         evaluate_in_vllm(small_target, found.directory)
     return found
 
