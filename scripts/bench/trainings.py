@@ -154,7 +154,7 @@ def prepare_data(arguments: argparse.Namespace, *extra: str) -> Data:
         setup = subprocess.run(
             [ROOT / "scripts/setup/smollm2"], stdout=subprocess.PIPE, text=True, check=True
         )
-        overrides.append(f"target.model={setup.stdout.strip()}")
+        overrides += [f"target.model={setup.stdout.strip()}", "deepspeed.precision=fp32"]  # as peers
     data = Data(directory, (*overrides, *extra, *arguments.set))
     data.run(stages=SHARED)
     return data

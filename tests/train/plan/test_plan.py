@@ -323,7 +323,8 @@ def test_the_memory_of_the_host_holds_the_spool_the_optimizer_and_rows_in_chunks
         ("smollm2_135m", 8, 1652),
         ("quickstart", 4, 918),
     ):
-        sizes_on_cpu = RunSizes(composed(recipe, f"train.ttt_steps={steps}"))
+        settings = ("deepspeed.precision=fp32", f"train.ttt_steps={steps}")
+        sizes_on_cpu = RunSizes(composed(recipe, *settings))
         [training] = host_memory(sizes_on_cpu, Cluster(1, 0, 1, None)).uses
         assert training.num_bytes == pytest.approx(measured * 1e6, rel=0.15)
     for total, fits in ((10**12, True), (10**11, False)):
