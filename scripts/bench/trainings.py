@@ -154,7 +154,8 @@ def prepare_data(arguments: argparse.Namespace, *extra: str) -> Data:
         setup = subprocess.run(
             [ROOT / "scripts/setup/smollm2"], stdout=subprocess.PIPE, text=True, check=True
         )
-        overrides += [f"target.model={setup.stdout.strip()}", "deepspeed.precision=fp32"]  # as peers
+        # The peers train in float32.
+        overrides += [f"target.model={setup.stdout.strip()}", "deepspeed.precision=fp32"]
     data = Data(directory, (*overrides, *extra, *arguments.set))
     data.run(stages=SHARED)
     return data
