@@ -1,6 +1,7 @@
 """The processes of a run: ranks, what they know of each other, and waiting without a process group."""
 
 import json
+import math
 import os
 import socket
 import sys
@@ -25,13 +26,15 @@ from eagle31.errors import UserError
 from eagle31.kernels.packed_attention import take_flash_attention_3
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.016, 2.0  # seconds, between two looks
-BEAT_SECONDS = 10.0  # between two signs of life of a rank
-SILENT_SECONDS = 60.0  # without one before a rank counts as lost
+# With these, all ranks end within a minute of a lost rank's last sign of life.
+BEAT_SECONDS = 5.0  # between two signs of life of a rank
+SILENT_SECONDS = 40.0  # without one before a rank counts as lost
 START_SECONDS = 600.0  # for a rank's first one, which follows imports from a shared file system
 _FAILURE, _BEAT, _ENDED = "failure", "beat", "ended"  # values that the ranks share
 _ending = threading.Event()  # this process no longer watches the others
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _STORE_SECONDS = 60.0  # time to reach torchrun's store
+_LOCAL_ADDR = "give torchrun --local-addr=ADDRESS_OF_THIS_NODE on each node."
 
 
 @dataclass(frozen=True)
@@ -98,26 +101,48 @@ def shared_values() -> dist.Store:
     """Return the key-value store of the run's processes, which torchrun serves; keys are this project's own.
 
     It exists before the process group does. Without torchrun it is this process's own.
+
+    Raises:
+        UserError: this process cannot reach it.
     """
     if "RANK" not in os.environ:
         return dist.HashStore()
     # With the same function as `init_process_group`, so that both agree about who serves it.
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_STORE_SECONDS)))
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_STORE_SECONDS)))
+    except dist.DistError as error:
+        remedy = f"torchrun's store cannot be reached there ({_in_one_line(error)}); {_LOCAL_ADDR}"
+        raise UserError("MASTER_ADDR", os.environ["MASTER_ADDR"], remedy) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"eagle31/{attempt}", store)
 
 
-def post_failure(error: Exception, world: World) -> None:
-    """Tell the other processes, which may wait for this one, what ends it. The first failure counts."""
+def ending(error: Exception, world: World) -> Exception:
+    """Return what ends this process, and tell the ranks that may wait for it. The first failure counts.
+
+    An error that only says that the connection to another rank has failed becomes what ended that one.
+    """
     _ending.set()
-    with suppress(RuntimeError):  # the store ends with the process that serves it
-        if world.size > 1:
-            rank = f"rank {world.rank} on {socket.gethostname()}"
-            _post(shared_values(), rank, type(error).__name__, str(error))
+    rank = f"rank {world.rank} on {socket.gethostname()}"
+    lost = isinstance(error, dist.DistError) or "/gloo/" in str(error)
+    found = UserError(rank, type(error).__name__, str(error))
+    if lost:
+        remedy = f"{_in_one_line(error)} See what the other ranks print."
+        found = UserError(rank, "the connection to another rank has failed", remedy)
+    if world.size > 1:
+        with suppress(RuntimeError):  # the store ends with the process that serves it
+            found = _post(shared_values(), found)
+    return found if lost else error
 
 
-def _post(values: dist.Store, field: str, value: str, remedy: str) -> None:
-    values.compare_set(_FAILURE, "", json.dumps([field, value, remedy]))
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _post(values: dist.Store, failure: UserError) -> UserError:
+    """Share a failure unless there is one; return the one that is shared."""
+    fields = [failure.field, failure.value, failure.remedy]
+    return UserError(*json.loads(values.compare_set(_FAILURE, "", json.dumps(fields, default=str))))
 
 
 def watch_ranks(world: World) -> None:
@@ -153,7 +178,7 @@ def _watch(world: World, values: dist.Store) -> None:
                     seen[rank] = now, beat
                 elif now == last and seconds > (SILENT_SECONDS if last else START_SECONDS):
                     remedy = "Its process or node is gone; see what it printed."
-                    _post(values, f"rank {rank}", f"silent for {seconds:.0f} s", remedy)
+                    _post(values, UserError(f"rank {rank}", f"silent for {seconds:.0f} s", remedy))
             failed = values.check([_FAILURE])
             unanswered.cancel()
             if failed:
@@ -165,29 +190,34 @@ def _watch(world: World, values: dist.Store) -> None:
 
 
 def _end(error: UserError) -> None:
-    # Meanwhile a wait, or a collective that notices, ends the process and closes what it has started.
-    if not _ending.wait(BEAT_SECONDS):
+    if not _ending.is_set():  # what this process has started ends with it
         print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(1)
 
 
-def _wait_until(done: Callable[[], bool]) -> None:
+def wait_until(done: Callable[[], bool], seconds: float = math.inf) -> bool:
     """Block until `done`, asked ever more rarely; `watch_ranks` ends the wait for a rank that is lost.
+
+    Returns:
+        False if it is not so after that many seconds.
 
     Raises:
         UserError: another process has failed.
     """
-    pause = _FIRST_PAUSE
+    pause, started = _FIRST_PAUSE, time.monotonic()
     while not done():
         if shared_values().check([_FAILURE]):
             raise UserError(*json.loads(shared_values().get(_FAILURE)))
+        if time.monotonic() - started > seconds:
+            return False
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
+    return True
 
 
 def read_when_set(values: dist.Store, name: str) -> str:
     """Return a value once another process has set it. Raises what `wait_for_ranks` does."""
-    _wait_until(lambda: values.check([name]))
+    wait_until(lambda: values.check([name]))
     return values.get(name).decode()
 
 
@@ -215,14 +245,14 @@ def node_address() -> str:
         probe.connect(address)
         found = probe.getsockname()[0]
     if is_loopback(found):
-        remedy = "Other nodes do not reach it; give torchrun --local-addr=ADDRESS_OF_THIS_NODE on each node."
+        remedy = f"Other nodes do not reach it; {_LOCAL_ADDR}"
         raise UserError("MASTER_ADDR", f"{first} ({found})", remedy)
     return found
 
 
 def wait_for(path: Path) -> None:
     """Block until a file exists that another process writes. Raises what `wait_for_ranks` does."""
-    _wait_until(path.exists)
+    wait_until(path.exists)
 
 
 def wait_for_ranks(name: str, world: World) -> None:
@@ -238,7 +268,7 @@ def wait_for_ranks(name: str, world: World) -> None:
 def wait_for_count(name: str, count: int) -> None:
     """Block until processes have added so much to a value. Raises what `wait_for_ranks` does."""
     values = shared_values()
-    _wait_until(lambda: values.add(name, 0) >= count)
+    wait_until(lambda: values.add(name, 0) >= count)
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from train.config.compose import compose_config, composed, parse_arguments
-from train.distributed import World, leave_ranks, made_by_main, post_failure, watch_ranks
+from train.distributed import World, ending, leave_ranks, made_by_main, shared_values, watch_ranks
 from train.stop import Stopped
 
 
@@ -24,6 +24,7 @@ def main() -> None:
         print(OmegaConf.to_yaml(compose_config(arguments.overrides)), end="")
         return
     world = World.from_environment()
+    shared_values()  # an error here cannot be told to the others
     try:
         overrides = made_by_main("arguments", lambda: arguments.overrides, world)
         config = composed(overrides)
@@ -42,7 +43,8 @@ def main() -> None:
             print("interrupted; the same command resumes", file=sys.stderr)
         raise
     except Exception as error:
-        post_failure(error, world)
+        if (reason := ending(error, world)) is not error:
+            raise reason from None
         raise
     # Not after an error: it could wait for ranks that have ended, or fail, and hide that error.
     leave_ranks(world)

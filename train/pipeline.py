@@ -32,7 +32,7 @@ from train.artifact import (
 )
 from train.config.run import RunConfig, Stage, needed_stages, starts_vllm
 from train.context import RunContext
-from train.distributed import World
+from train.distributed import World, wait_until
 from train.engines.servers import server_settings
 from train.jobs import Job, end_jobs, on_every_rank, on_other_ranks, received_jobs
 from train.launch.start import check_eagle3, check_environment, check_named, check_start
@@ -58,6 +58,7 @@ from train.trainer.learning_rate import with_rates
 from train.versions import git_revision, package_versions
 
 RUN_FILE = "run.json"  # in the output directory
+SEEN_SECONDS = 90.0  # until all nodes see a file; NFS keeps what it knows of a directory for up to a minute
 
 
 @dataclass(frozen=True)
@@ -241,8 +242,14 @@ def check_node(
         UserError: this rank does not see rank 0's files, or would load other models, or its node's GPUs are
             too small.
     """
-    path = context.output_dir / RUN_FILE
-    if not path.exists() or read_json(path) != run:
+
+    def seen() -> bool:
+        try:
+            return read_json(context.output_dir / RUN_FILE) == run
+        except OSError:  # on NFS also while it is replaced
+            return False
+
+    if not wait_until(seen, SEEN_SECONDS):
         remedy = f"Rank {context.world.rank} does not find there what rank 0 has written; "
         remedy += "give a directory on a file system that all nodes mount at the same path."
         raise UserError("output_dir", context.output_dir, remedy)

@@ -11,6 +11,7 @@ import runpy
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -146,7 +147,8 @@ def run(
 
 
 def _run(script: str, arguments: list[str], variables: dict[str, str], log: Path) -> None:
-    """Be the command, in the fork."""
+    """Be the command, in the fork, which ends when the test's process does, however that ends."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
@@ -160,3 +162,10 @@ def _run(script: str, arguments: list[str], variables: dict[str, str], log: Path
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(ROOT / Path(script).parent))
     runpy.run_path(str(ROOT / script), run_name="__main__")
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)

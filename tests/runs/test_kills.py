@@ -9,10 +9,11 @@ from pathlib import Path
 
 from data.embedded.target import EmbeddedTarget
 from tests.processes import wait_for
-from tests.runs.forked import Ranks, start
+from tests.runs.forked import RUN_SECONDS, Ranks, start
 from tests.runs.outcome import leftovers, outcome_of
 from tests.train.conftest import small_target  # noqa: F401
 from tests.train.small_run import RECIPE, arguments, saved_steps
+from train.command import MISTAKE
 
 SCRIPT = "tests/runs/small_shards.py"
 SMALLER = (
@@ -45,7 +46,12 @@ def test_a_killed_run_ends_as_one_that_nobody_killed(
     ranks = begin(killed)
     wait_for(lambda: list(killed.glob("artifacts/capture-*/train/shard-*")), 0.01, ranks.printed)
     ranks.kill()
-    assert begin(killed, KILLED_RANK="1", KILLED_AT="5").wait() == -signal.SIGKILL
+    ranks = begin(killed, KILLED_RANK="1", KILLED_AT="5")
+    for one in ranks.processes:
+        one.join(RUN_SECONDS)
+    assert [one.exitcode for one in ranks.processes] == [MISTAKE, -signal.SIGKILL]
+    assert "Traceback" not in ranks.printed()
+    assert ranks.printed().splitlines()[-1].startswith("error: rank 0 on ")
     assert saved_steps(killed)[0] == "step-00000002"
     ranks = begin(killed)
     assert ranks.wait() == 0, ranks.printed()

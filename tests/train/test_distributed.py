@@ -1,6 +1,7 @@
 """What a process of a run does before the others are known."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -11,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from eagle31.errors import UserError
+from tests.processes import free_ports
 from tests.processes import wait_for as wait_for_output
 from tests.runs.forked import start
 from train import distributed
-from train.distributed import World, made_by_main, post_failure, read_when_set, wait_for, wait_for_ranks
+from train.distributed import World, ending, made_by_main, read_when_set, wait_for, wait_for_ranks
 
 WORKER = "tests/train/lost_rank_worker.py"
 
@@ -48,8 +50,9 @@ def values(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
 
 def test_a_failure_of_one_rank_ends_the_waits_of_the_others(values: dist.Store, tmp_path: Path) -> None:
     one, other = World(rank=0, local_rank=0, size=2), World(rank=1, local_rank=0, size=2)
-    post_failure(UserError("vllm.servers", "x", "It does not start."), other)
-    post_failure(ValueError("a later one"), one)
+    failure, later = UserError("vllm.servers", "x", "It does not start."), ValueError("a later one")
+    assert ending(failure, other) is failure
+    assert ending(later, one) is later
     for wait in (
         lambda: wait_for(tmp_path / "nothing"),
         lambda: wait_for_ranks("opened", one),
@@ -57,6 +60,32 @@ def test_a_failure_of_one_rank_ends_the_waits_of_the_others(values: dist.Store, 
     ):
         with pytest.raises(UserError, match=r"rank 1 on .*=UserError: vllm\.servers=x: It does not start\."):
             wait()
+
+
+@pytest.mark.usefixtures("values")
+def test_a_broken_connection_becomes_what_ended_the_other_rank() -> None:
+    one, other = World(rank=0, local_rank=0, size=2), World(rank=1, local_rank=0, size=2)
+    gloo = RuntimeError("[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer.\n Check it.")
+    nccl = dist.DistBackendError("NCCL error")
+    alone = ending(gloo, World(rank=0, local_rank=0, size=1))
+    assert re.fullmatch(r"rank 0 on .*=the connection .*: \[/x/.*peer\. Check it\. See what .*", str(alone))
+    ending(ValueError("a.b"), other)
+    for error in (gloo, nccl):
+        assert re.fullmatch(r"rank 1 on .*=ValueError: a\.b", str(ending(error, one)))
+
+
+def test_a_store_that_cannot_be_reached_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed, "_STORE_SECONDS", 0.5)
+    with pytest.raises(UserError, match=r"MASTER_ADDR=127\.0\.0\.1: torchrun's store cannot be reached"):
+        distributed.shared_values.__wrapped__()
+
+
+def test_a_lost_rank_ends_the_others_within_a_minute() -> None:
+    # Rank 0 sees a sign of life up to a beat later, counts in beats, and the others look once in a beat.
+    assert distributed.SILENT_SECONDS + 3 * distributed.BEAT_SECONDS < 60
 
 
 @pytest.mark.parametrize(

@@ -234,9 +234,10 @@ class CheckpointDirectory:
 
     def _keep_best(self, steps: Set[int | None], after: float = math.inf) -> None:
         """Remove the best weights of other steps, apart from those after a step."""
-        kept = {best_path(self.root, step).stem for step in steps if step is not None}
         for file in (self.root / "best").glob("drafter-*"):
-            if file.stem not in kept and int(file.stem.removeprefix("drafter-")) <= after:
+            step = file.stem.removeprefix("drafter-")
+            # Not the copies that a user has made.
+            if step.isdigit() and int(step) not in steps and int(step) <= after:
                 file.unlink()
 
     def _publish(self, state: TrainState, manifest: dict[str, Any]) -> None:

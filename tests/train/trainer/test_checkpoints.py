@@ -152,9 +152,10 @@ def test_the_best_weights_of_the_newest_checkpoint_outlive_a_kill(tmp_path: Path
     resumed = CheckpointDirectory(tmp_path, 2, WORLD)
     assert resumed.resume(engine).best_step == 2  # type: ignore[arg-type]
     assert torch.equal(resumed.best_weights(2)["w"], at_2["w"])
+    (tmp_path / "best" / "drafter-mine.safetensors").touch()  # a user's
     resumed.save(engine, TrainState(5, best_step=2))  # type: ignore[arg-type]
     resumed.finish()
-    assert best_files(tmp_path) == names[:2]
+    assert best_files(tmp_path) == [*names[:2], "mine.safetensors"]
 
 
 def test_the_best_step_is_the_last_with_the_longest_acceptance_and_not_after_skipped_steps(
