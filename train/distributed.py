@@ -32,6 +32,7 @@ SILENT_SECONDS = 40.0  # without one before a rank counts as lost
 START_SECONDS = 600.0  # for a rank's first one, which follows imports from a shared file system
 _FAILURE, _BEAT, _ENDED = "failure", "beat", "ended"  # values that the ranks share
 _ending = threading.Event()  # this process no longer watches the others
+_numbers = count()  # of what the ranks do together
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _STORE_SECONDS = 60.0  # time to reach torchrun's store
 _LOCAL_ADDR = "give torchrun --local-addr=ADDRESS_OF_THIS_NODE on each node."
@@ -216,16 +217,17 @@ def wait_until(done: Callable[[], bool], seconds: float = math.inf) -> bool:
 
 
 def read_when_set(values: dist.Store, name: str) -> str:
-    """Return a value once another process has set it. Raises what `wait_for_ranks` does."""
+    """Return a value once another process has set it. Raises what `wait_until` does."""
     wait_until(lambda: values.check([name]))
     return values.get(name).decode()
 
 
-def made_by_main(name: str, make: Callable[[], Any], world: World) -> Any:
-    """Return on every rank, which all call, what `make` returns on rank 0, as JSON has it.
+def made_by_main(make: Callable[[], Any], world: World) -> Any:
+    """Return on every rank what `make` returns on rank 0, as JSON has it; the others wait for it.
 
-    It raises what `read_when_set` does.
+    Every rank calls, in the same order. It raises what `wait_until` does.
     """
+    name = f"made/{next(_numbers)}"
     if world.is_main:
         shared_values().set(name, json.dumps(make()))
     return json.loads(read_when_set(shared_values(), name))
@@ -251,24 +253,18 @@ def node_address() -> str:
 
 
 def wait_for(path: Path) -> None:
-    """Block until a file exists that another process writes. Raises what `wait_for_ranks` does."""
+    """Block until a file exists that another process writes. Raises what `wait_until` does."""
     wait_until(path.exists)
 
 
-def wait_for_ranks(name: str, world: World) -> None:
-    """Block until every rank has called this with the same name, before there is a process group.
+def wait_for_ranks(world: World) -> None:
+    """Block until every rank has called this, in the same order as `made_by_main`, with or without a group.
 
-    Raises:
-        UserError: another process has failed.
+    It raises what `wait_until` does.
     """
-    shared_values().add(name, 1)
-    wait_for_count(name, world.size)
-
-
-def wait_for_count(name: str, count: int) -> None:
-    """Block until processes have added so much to a value. Raises what `wait_for_ranks` does."""
-    values = shared_values()
-    wait_until(lambda: values.add(name, 0) >= count)
+    name, values = f"reached/{next(_numbers)}", shared_values()
+    values.add(name, 1)
+    wait_until(lambda: values.add(name, 0) >= world.size)
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:
@@ -296,10 +292,14 @@ def gathered(value: Any, world: World) -> list[Any]:
 
 
 def leave_ranks(world: World) -> None:
-    """Destroy the process group if there is one; the other ranks no longer expect this one."""
-    _ending.set()
+    """Destroy the process group if there is one; the others no longer expect this rank. Every rank calls."""
     if dist.is_initialized():
         dist.destroy_process_group()
     if world.size > 1:
-        with suppress(RuntimeError):  # the store ends with the process that serves it
-            shared_values().set(f"{_BEAT}/{world.rank}", _ENDED)
+        values = shared_values()
+        if world.is_main:  # where this process serves the store, it ends with it
+            wait_until(lambda: values.add(_ENDED, 0) == world.size - 1)
+        _ending.set()
+        with suppress(RuntimeError):
+            values.set(f"{_BEAT}/{world.rank}", _ENDED)
+            values.add(_ENDED, 1)

@@ -26,7 +26,7 @@ def main() -> None:
     world = World.from_environment()
     shared_values()  # an error here cannot be told to the others
     try:
-        overrides = made_by_main("arguments", lambda: arguments.overrides, world)
+        overrides = made_by_main(lambda: arguments.overrides, world)
         config = composed(overrides)
         watch_ranks(world)
         # Only now: this import takes seconds, which a mistake in the configuration need not wait for.

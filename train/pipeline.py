@@ -4,8 +4,9 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,8 @@ from train.artifact import (
 )
 from train.config.run import RunConfig, Stage, needed_stages, starts_vllm
 from train.context import RunContext
-from train.distributed import World, wait_until
+from train.distributed import World, made_by_main, wait_until
 from train.engines.servers import server_settings
-from train.jobs import Job, end_jobs, on_every_rank, on_other_ranks, received_jobs
 from train.launch.start import check_eagle3, check_environment, check_named, check_start
 from train.plan.cluster import cluster_at_hand
 from train.plan.earlier import note_settings
@@ -44,7 +44,7 @@ from train.plan.table import format_plan
 from train.stages.answers import answers_inputs, check_answers, run_answers
 from train.stages.capture import capture_inputs, run_capture
 from train.stages.continuing import begin_training, link_training
-from train.stages.data import answer_part, data_inputs, run_data
+from train.stages.data import data_inputs, run_data
 from train.stages.evaluate import evaluate_inputs, run_evaluate
 from train.stages.export import export_inputs, link_export, reopen_if_damaged, run_export
 from train.stages.plan import check_amounts
@@ -72,7 +72,7 @@ class StageRun:
 
 
 STAGES = {
-    Stage.data: StageRun(data_inputs, run_data, after=check_amounts),
+    Stage.data: StageRun(data_inputs, run_data, every_rank=True, after=check_amounts),
     Stage.vocab: StageRun(vocab_inputs, run_vocab),
     Stage.answers: StageRun(answers_inputs, run_answers, after=check_answers),
     Stage.capture: StageRun(capture_inputs, run_capture, every_rank=True),
@@ -83,7 +83,7 @@ STAGES = {
 
 
 def run_pipeline(config: RunConfig, world: World, given: Sequence[str] = ()) -> None:
-    """Run the selected stages. Every rank calls; rank 0 decides, and the others do its jobs.
+    """Run the selected stages. Every rank calls; rank 0 decides what is done.
 
     Args:
         given: the arguments of the command, for the commands that the plan prints.
@@ -95,14 +95,17 @@ def run_pipeline(config: RunConfig, world: World, given: Sequence[str] = ()) -> 
     config = replace(config, stages=[stage for stage in Stage if stage in config.stages])
     context = RunContext(config, world)
     quiet_libraries(world)
-    if world.is_main:
-        lead(context, given)
-    else:
-        follow(context)
+    with begun(context, given) if world.is_main else nullcontext():
+        if set(config.stages) != {Stage.plan}:
+            with closing_engines(context):
+                run_stages(context)
+        elif world.is_main:
+            check_named(config)
 
 
-def lead(context: RunContext, given: Sequence[str]) -> None:
-    """Run the selected stages on rank 0, and have the other ranks take part."""
+@contextmanager
+def begun(context: RunContext, given: Sequence[str]) -> Iterator[None]:
+    """Hold the output directory, after a check that the run can write there; print the plan. On rank 0."""
     config, output_dir = context.config, context.output_dir
     check_start(config)
     if Stage.train in config.stages:
@@ -113,25 +116,7 @@ def lead(context: RunContext, given: Sequence[str]) -> None:
         (output_dir / STOPPED_FILE).unlink(missing_ok=True)
         print(format_plan(make_plan(config, context.world, given)), flush=True)
         write_configuration(config)
-        if set(config.stages) == {Stage.plan}:
-            check_named(config)
-        else:
-            with closing_engines(context):
-                run_stages(context)
-    end_jobs(context)
-
-
-def follow(context: RunContext) -> None:
-    """Run the jobs of rank 0 until it has no more."""
-    stopped = None
-    with closing_engines(context):
-        for job, arguments in received_jobs():
-            try:
-                JOBS[job](context, **arguments)
-            except Stopped as error:  # rank 0 ends the run: torchrun ends all ranks as soon as one ends
-                stopped = error
-        if stopped is not None:
-            raise stopped
+        yield
 
 
 @contextmanager
@@ -140,9 +125,8 @@ def closing_engines(context: RunContext) -> Iterator[None]:
     try:
         yield
     except Stopped as stopped:
-        if context.world.is_main:  # now, because the engines take time to end, which may be up
-            stopped.write(context.output_dir)
-            end_jobs(context)
+        # The engines take time to end, which may be up. Rank 0 first: torchrun ends all once one ends.
+        made_by_main(partial(stopped.write, context.output_dir), context.world)
         raise
     finally:
         context.servers.close()
@@ -151,114 +135,96 @@ def closing_engines(context: RunContext) -> Iterator[None]:
 
 def run_stages(context: RunContext) -> None:
     """Run the selected stages in order, after checking what they need."""
-    stages = needed_stages(context.config)
-    unfinished = checked_stages(context, stages)
-    models = _model_fingerprints(context)
-    run = read_json(context.output_dir / RUN_FILE)
-    on_every_rank(context, check_node, run=run, models=models, unfinished=_names(unfinished))
-    on_every_rank(context, begin_servers, unfinished=_names(unfinished))
+    stages, is_main = needed_stages(context.config), context.world.is_main
+    names, results, inputs = made_by_main(lambda: checked_stages(context, stages), context.world)
+    context.artifacts = {
+        Stage(name): Artifact.locate(Path(results), name, one) for name, one in inputs.items()
+    }
+    unfinished = [*map(Stage, names)]
+    check_node(context, unfinished)
+    begin_servers(context, unfinished)
     training = context.artifacts.get(Stage.train)
-    if training is not None and not training.finished:
+    if is_main and training is not None and not training.finished:
         # Now, because a training to continue may delete its checkpoint during other stages.
         with training.locked():
             begin_training(context)
     for stage in [stage for stage in stages if stage in STAGES]:
-        if stage in unfinished:
-            run_stage(context, stage)
-            unfinished.remove(stage)
-        else:
-            reuse(context, stage)
-        on_every_rank(context, end_engines, unfinished=_names(unfinished))
-        if (after := STAGES[stage].after) is not None:
+        run_stage(context, stage, stage in unfinished)
+        unfinished = [one for one in unfinished if one is not stage]
+        end_engines(context, unfinished)
+        if is_main and (after := STAGES[stage].after) is not None:
             after(context)
-    if Stage.report in stages:
+    if is_main and Stage.report in stages:
         print(run_report(context))
 
 
-def run_stage(context: RunContext, stage: Stage) -> None:
-    """Run a stage without a result."""
-    artifact = context.artifacts[stage]
-    with artifact.locked():
-        if artifact.finished:  # another run has made it in the meantime
+def run_stage(context: RunContext, stage: Stage, unfinished: bool) -> None:
+    """Have a stage's result made, unless it is there. Every rank calls."""
+    artifact, world = context.artifacts[stage], context.world
+    with artifact.locked() if unfinished and world.is_main else nullcontext():
+        # Another run may have made it in the meantime.
+        if not (unfinished and made_by_main(lambda: not artifact.finished, world)):
             return reuse(context, stage)
-        begin_stage(context, stage)
-        started = time.perf_counter() - artifact.begin()
-        if STAGES[stage].every_rank:
-            on_other_ranks(context, take_part, stage=stage.value, artifacts=_located(context))
-        summary = filled(context, stage)
-        seconds = time.perf_counter() - started
-        artifact.finish(seconds, summary)
-        print(f"{stage.value}: done in {seconds:.1f} s{_shown(summary)}", flush=True)
+        prepare_engines(context, stage)
+        started = time.perf_counter() - made_by_main(lambda: begin_stage(context, stage), world)
+        if world.is_main or STAGES[stage].every_rank:
+            try:
+                summary = STAGES[stage].run(context, artifact.directory)
+            except DamagedShard:
+                # On every rank, because the launcher may end rank 0 before it gets here.
+                context.artifacts[Stage.capture].reopen()
+                raise
+            release_memory(context)
+        if world.is_main:
+            seconds = time.perf_counter() - started
+            artifact.finish(seconds, summary)
+            print(f"{stage.value}: done in {seconds:.1f} s{_shown(summary)}", flush=True)
 
 
 def reuse(context: RunContext, stage: Stage) -> None:
     """Note that a stage's result was there."""
-    directory = context.artifacts[stage].directory
-    context.reused.add(stage.value)
-    note_settings(context.config, stage, directory)
-    print(f"{stage.value}: reused, {directory}", flush=True)
+    if context.world.is_main:
+        directory = context.artifacts[stage].directory
+        context.reused.add(stage.value)
+        note_settings(context.config, stage, directory)
+        print(f"{stage.value}: reused, {directory}", flush=True)
 
 
-def begin_stage(context: RunContext, stage: Stage) -> None:
-    """Prepare what a stage without a result needs."""
-    on_every_rank(context, prepare_engines, stage=stage.value)
+def begin_stage(context: RunContext, stage: Stage) -> float:
+    """Begin the directory of a stage's result, and return what `Artifact.begin` does. Rank 0 calls."""
     artifact = context.artifacts[stage]
     print(f"{stage.value}: {artifact.directory}", flush=True)
     artifact.directory.mkdir(parents=True, exist_ok=True)
     note_settings(context.config, stage, artifact.directory)
+    return artifact.begin()
 
 
-def filled(context: RunContext, stage: Stage) -> dict[str, Any]:
-    """Fill the directory of a stage's result, or this rank's part of it, and return its summary."""
-    try:
-        summary = STAGES[stage].run(context, context.artifacts[stage].directory)
-    except DamagedShard:
-        # On every rank, because the launcher may end rank 0 before it gets here.
-        context.artifacts[Stage.capture].reopen()
-        raise
-    release_memory(context)
-    return summary
-
-
-def take_part(context: RunContext, stage: str, artifacts: dict[str, list[Any]]) -> None:
-    """Run this rank's part of a stage on the results that rank 0 has located."""
-    context.artifacts = {
-        Stage(name): Artifact(name, inputs, Path(directory))
-        for name, (inputs, directory) in artifacts.items()
-    }
-    filled(context, Stage(stage))
-
-
-def check_node(
-    context: RunContext, run: dict[str, Any], models: list[str | None], unfinished: list[str]
-) -> None:
+def check_node(context: RunContext, unfinished: Sequence[Stage]) -> None:
     """Check that this rank can take part.
-
-    Args:
-        run: what rank 0 has written about the run.
-        models: the fingerprints of `_model_fingerprints`, as rank 0 finds them.
 
     Raises:
         UserError: this rank does not see rank 0's files, or would load other models, or its node's GPUs are
             too small.
     """
+    run_file, rank = context.output_dir / RUN_FILE, context.world.rank
+    run, models = made_by_main(lambda: [read_json(run_file), _model_fingerprints(context)], context.world)
 
     def seen() -> bool:
         try:
-            return read_json(context.output_dir / RUN_FILE) == run
+            return read_json(run_file) == run
         except OSError:  # on NFS also while it is replaced
             return False
 
     if not wait_until(seen, SEEN_SECONDS):
-        remedy = f"Rank {context.world.rank} does not find there what rank 0 has written; "
+        remedy = f"Rank {rank} does not find there what rank 0 has written; "
         remedy += "give a directory on a file system that all nodes mount at the same path."
         raise UserError("output_dir", context.output_dir, remedy)
     if (own := _model_fingerprints(context)) != models:
-        found = f"Rank {context.world.rank} finds files with these fingerprints, and rank 0 {models}"
+        found = f"Rank {rank} finds files with these fingerprints, and rank 0 {models}"
         fields = "target.model, target.chat_template, drafter.init_from"
         raise UserError(fields, own, f"{found}; give every node the same.")
     if context.world.leads_node:
-        check_gpu_memory(context.config, cluster_at_hand(context.world), [*map(Stage, unfinished)])
+        check_gpu_memory(context.config, cluster_at_hand(context.world), [*unfinished])
 
 
 def _model_fingerprints(context: RunContext) -> list[str | None]:
@@ -268,26 +234,11 @@ def _model_fingerprints(context: RunContext) -> list[str | None]:
     return [target.parts.fingerprint, *text, context.drafter.initial_fingerprint]
 
 
-JOBS: dict[str, Job] = {
-    job.__name__: job
-    for job in (check_node, begin_servers, prepare_engines, answer_part, take_part, end_engines)
-}
+def checked_stages(context: RunContext, stages: Sequence[Stage]) -> tuple[list[str], str, dict[str, Any]]:
+    """Check what the stages need, and locate their results. Rank 0 calls.
 
-
-def _names(stages: Sequence[Stage]) -> list[str]:
-    return [stage.value for stage in stages]
-
-
-def _located(context: RunContext) -> dict[str, list[Any]]:
-    """Return where the results are, as `take_part` gets them."""
-    return {
-        stage.value: [artifact.inputs, str(artifact.directory)]
-        for stage, artifact in context.artifacts.items()
-    }
-
-
-def checked_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
-    """Check what the stages need, locate their results, and return the stages that have none yet.
+    Returns:
+        The names of the stages that have no result yet, the directory of the results, and the inputs of all.
 
     Raises:
         UserError: a stage cannot run here, or a stage without a result is not selected.
@@ -310,7 +261,8 @@ def checked_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:
         if stage not in config.stages:
             remedy = f"They need stage '{stage.value}', which has no result for this configuration; add it."
             raise UserError("stages", [one.value for one in config.stages], remedy)
-    return unfinished
+    inputs = {stage.value: one.inputs for stage, one in context.artifacts.items()}
+    return [one.value for one in unfinished], str(artifacts_dir(config)), inputs
 
 
 def unfinished_stages(context: RunContext, stages: Sequence[Stage]) -> list[Stage]:

@@ -11,7 +11,7 @@ from train.distributed import World, wait_for_ranks, watch_ranks
 distributed.BEAT_SECONDS, distributed.SILENT_SECONDS = 0.2, 2.0
 world = World.from_environment()
 watch_ranks(world)
-wait_for_ranks("begun", world)
+wait_for_ranks(world)
 time.sleep(1.0)
 print("seen", flush=True)  # by rank 0, several times
 if world.rank == int(sys.argv[1]):

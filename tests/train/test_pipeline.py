@@ -131,13 +131,14 @@ def test_a_rank_waits_for_what_rank_0_has_written(tmp_path: Path, monkeypatch: p
     context = RunContext(composed(["recipe=quickstart", f"output_dir={tmp_path}"]), world)
     run = {"started_at": "now"}
     write_json(tmp_path / RUN_FILE, {"started_at": "before"})  # what NFS still shows of an earlier run
+    monkeypatch.setattr(pipeline, "made_by_main", lambda *_: [run, []])
     monkeypatch.setattr(pipeline, "_model_fingerprints", lambda _: [])
     monkeypatch.setattr(pipeline, "SEEN_SECONDS", 0.0)
     with pytest.raises(UserError, match="Rank 1 does not find there what rank 0 has written"):
-        check_node(context, run, [], [])
+        check_node(context, [])
     monkeypatch.setattr(pipeline, "SEEN_SECONDS", 60.0)
     threading.Timer(0.2, write_json, [tmp_path / RUN_FILE, run]).start()
-    check_node(context, run, [], [])
+    check_node(context, [])
 
 
 def test_two_runs_cannot_share_a_directory(small_target: EmbeddedTarget, finished: tuple[Path, str]) -> None:
@@ -156,7 +157,7 @@ def test_what_another_run_has_made_in_the_meantime_is_reused(
         raise AssertionError("the stage runs again")
 
     monkeypatch.setitem(STAGES, Stage.vocab, StageRun(lambda context: {}, runs))
-    run_stage(context, Stage.vocab)
+    run_stage(context, Stage.vocab, unfinished=True)
     assert context.reused == {"vocab"}
     assert capsys.readouterr().out == f"vocab: reused, {artifact.directory}\n"
 

@@ -20,11 +20,10 @@ from data.target.parts import CapturedTarget
 from train.config.capture import CaptureConfig
 from train.config.run import RunConfig
 from train.config.vllm import VllmConfig
-from train.distributed import World, node_address, read_when_set, shared_values
+from train.distributed import World, made_by_main, node_address, read_when_set, shared_values
 from train.plan.target import Parallelism, longest_prompt, target_size
 
 _LOOPBACK = "127.0.0.1"
-_KEY = "vllm/key"
 # A server imports vLLM, reads the weights, at least at the speed of a slow network disk, and compiles.
 _START_SECONDS, _LOADED_BYTES_PER_SECOND = 900.0, 0.1e9
 # Prompts under way per engine. vLLM batches those that its cache has room for, and the others wait there. On
@@ -97,6 +96,7 @@ class RunServers:
         self._captures: bool | None = None  # whether the servers that run can capture; None: none runs
         self._ready = False
         self._num_starts = 0
+        self._key: str | None = os.environ.get(KEY_VARIABLE)  # of the servers that the recipe names
 
     @property
     def named(self) -> bool:
@@ -119,6 +119,7 @@ class RunServers:
         self.close()
         self._captures = captures
         self._num_starts += 1
+        self._key = made_by_main(lambda: secrets.token_urlsafe(32), self._world)
         if self._world.leads_node:
             settings = self._settings(captures)
             engine = settings.engine
@@ -126,7 +127,7 @@ class RunServers:
                 engine.command_line(captures),
                 host=node_address() if self._world.num_nodes > 1 else _LOOPBACK,
                 port=None,
-                key=self._key(),
+                key=self._key,
                 devices=settings.devices,
                 log=self._log,
                 limit_seconds=settings.limit_seconds,
@@ -154,12 +155,11 @@ class RunServers:
         senders = senders or self._world.ranks_per_node
         if self.named:
             num_sharing = 1 if everywhere else senders * self._world.num_nodes
-            key = os.environ.get(KEY_VARIABLE)
-            return [self._client(url, key, num_sharing) for url in self._vllm.servers]
+            return [self._client(url, num_sharing) for url in self._vllm.servers]
         nodes = range(self._world.num_nodes) if everywhere else [self._world.node_rank]
         urls = [read_when_set(shared_values(), self._address_name(node)) for node in nodes]
         num_sharing = 1 if everywhere else senders
-        return [self._client(url, self._key(), num_sharing) for url in urls]
+        return [self._client(url, num_sharing) for url in urls]
 
     def close(self) -> None:
         """End the server that this process has started."""
@@ -168,13 +168,13 @@ class RunServers:
         if process is not None:
             process.close()
 
-    def _client(self, url: str, key: str | None, num_sharing: int) -> VllmClient:
+    def _client(self, url: str, num_sharing: int) -> VllmClient:
         arguments: Mapping[str, Any] = self._vllm.engine_args
         if self._captures is not None:
             arguments = self._settings(self._captures).engine.extra
         each = _PROMPTS_ON_GPU if torch.cuda.is_available() else _PROMPTS_ON_CPU
         concurrency = each * Parallelism.of(arguments).data
-        return VllmClient(url, concurrency, key, self._check_process, num_sharing=num_sharing)
+        return VllmClient(url, concurrency, self._key, self._check_process, num_sharing=num_sharing)
 
     def _check_process(self) -> None:
         """Raise UserError if the server that this process has started will not answer any more."""
@@ -183,9 +183,3 @@ class RunServers:
 
     def _address_name(self, node: int) -> str:
         return f"vllm/{self._num_starts}/address/{node}"
-
-    def _key(self) -> str:
-        values = shared_values()
-        if self._world.is_main and not values.check([_KEY]):
-            values.set(_KEY, secrets.token_urlsafe(32))
-        return read_when_set(values, _KEY)

@@ -1,7 +1,6 @@
 """The engines of TorchSpec that a run has, and its store, for every rank."""
 
 import base64
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -28,14 +27,13 @@ from data.target.parts import CapturedTarget
 from eagle31.errors import UserError
 from train.config.capture import TorchSpecEngine
 from train.config.run import RunConfig
-from train.distributed import World, read_when_set, shared_values, wait_for_ranks
+from train.distributed import World, made_by_main, shared_values, wait_for_ranks
 from train.engines.servers import load_seconds
 from train.plan.target import longest_prompt
 
 # Room of the store relative to the states that may wait in it: the next state must always fit.
 _ROOM = 1.1
 _LEAST_BYTES = 32_000_000  # Mooncake takes no segment below 16 MiB
-_READY, _CLOSED = "torchspec/ready", "torchspec/closed"
 
 
 class TorchSpecEngines:
@@ -91,28 +89,25 @@ class TorchSpecEngines:
         Raises:
             UserError: TorchSpec is missing, or an engine does not start.
         """
-        if self._store is not None:
-            return
-        values = shared_values()
-        if self._world.is_main:
-            load_torchspec()
-            settings = self.settings()
-            taken, visible = self._world.ranks_per_node, torch.cuda.device_count()
-            address = start_ray(settings, range(taken, visible), self._log_dir)
-            print(f"torchspec: starting {settings.num_engines} {settings.engine} engines", flush=True)
-            group = EngineGroup(settings, _publish, load_seconds(self._config, self._target()))
-            self._group = group
-            store = {"master": group.master, "metadata": group.metadata}
-            authentication = os.environ.get(AUTHENTICATION_VARIABLE, "")
-            values.set(_READY, json.dumps({"ray": address, "authentication": authentication, **store}))
-        else:
-            store = json.loads(read_when_set(values, _READY))
-            authentication, address = store.pop("authentication"), store.pop("ray")
-            if authentication:
-                os.environ[AUTHENTICATION_VARIABLE] = authentication  # Ray reads it when it is imported
-            load_torchspec()
-            join_ray(address=address)
-        self._store = store
+        if self._store is None:
+            ray, self._store = made_by_main(self._started, self._world)
+            if not self._world.is_main:
+                if ray["authentication"]:
+                    os.environ[AUTHENTICATION_VARIABLE] = ray["authentication"]  # read where it is imported
+                load_torchspec()
+                join_ray(address=ray["address"])
+
+    def _started(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Start the engines. Return what joins their Ray, and the addresses of their store."""
+        load_torchspec()
+        settings = self.settings()
+        taken, visible = self._world.ranks_per_node, torch.cuda.device_count()
+        address = start_ray(settings, range(taken, visible), self._log_dir)
+        print(f"torchspec: starting {settings.num_engines} {settings.engine} engines", flush=True)
+        group = EngineGroup(settings, _publish, load_seconds(self._config, self._target()))
+        self._group = group
+        ray = {"address": address, "authentication": os.environ.get(AUTHENTICATION_VARIABLE, "")}
+        return ray, {"master": group.master, "metadata": group.metadata}
 
     @contextmanager
     def connected(self) -> Iterator[tuple[Dispatcher, OpenTransport]]:
@@ -172,7 +167,7 @@ class TorchSpecEngines:
         if not self._world.is_main:
             ray.shutdown()
         if together:
-            wait_for_ranks(_CLOSED, self._world)
+            wait_for_ranks(self._world)
         if self._group is not None:
             self._group.close()
             self._group = None

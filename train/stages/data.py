@@ -1,4 +1,4 @@
-"""The data stage: reads conversations, holds prompts out and tokenizes. Rank 0 runs it.
+"""The data stage: reads conversations, holds prompts out and tokenizes, on rank 0.
 
 The first process of each other node has its part of the answers written.
 """
@@ -31,7 +31,7 @@ from eagle31.tensor_files import save_tensors
 from train.config.data import SELF, DataConfig
 from train.config.run import RunConfig
 from train.context import RunContext
-from train.jobs import on_other_ranks
+from train.distributed import wait_for_ranks
 from train.stages.sources import (
     Located,
     evaluation_source,
@@ -102,6 +102,9 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     Where the target samples the training answers, it answers the test prompts so too, into `sampled/`.
     """
     data = context.config.data
+    if not context.world.is_main:
+        answer_part(context, directory)
+        return {}
     if data.train == SELF and not (directory / SELF_PROMPTS).exists():
         write_prompts(context, directory / SELF_PROMPTS)
 
@@ -122,7 +125,7 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     if data.template_probability:
         _check_templates(data, context.target, conversations[0])
     if data.regenerate.enabled:
-        on_other_ranks(context, answer_part, directory=str(directory))
+        wait_for_ranks(context.world)  # which read the conversations from now on
         with open_generator(context, everywhere=False) as generator:
             asked = _asked(context.config, conversations)
             dataset = regenerated(context, generator, asked, directory / ANSWERS)
@@ -164,12 +167,14 @@ def run_data(context: RunContext, directory: Path) -> dict[str, Any]:
     return summary
 
 
-def answer_part(context: RunContext, directory: str) -> None:
-    """Have this node's part of the answers written, by its first process."""
-    if context.world.leads_node:
-        data = Path(directory)
-        with open_generator(context, everywhere=False) as generator:
-            regenerated(context, generator, _asked(context.config, mixed_training(data)), data / ANSWERS)
+def answer_part(context: RunContext, directory: Path) -> None:
+    """Have this node's part of the answers written, by its first process, once there are conversations."""
+    if context.config.data.regenerate.enabled:
+        wait_for_ranks(context.world)
+        if context.world.leads_node:
+            with open_generator(context, everywhere=False) as generator:
+                asked = _asked(context.config, mixed_training(directory))
+                regenerated(context, generator, asked, directory / ANSWERS)
 
 
 def _choose(directory: Path, limit: int | None, seed: int, vocab_size: int) -> None:

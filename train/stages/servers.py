@@ -21,7 +21,7 @@ _CAPTURERS = {Stage.capture, Stage.train}
 _WRITERS = {Stage.data, Stage.answers}  # have the target write completions
 
 
-def begin_servers(context: RunContext, unfinished: Sequence[str]) -> None:
+def begin_servers(context: RunContext, unfinished: Sequence[Stage]) -> None:
     """Start the servers that unfinished stages need, or check the ones that the recipe names.
 
     Every rank calls, before the first stage. Servers that are started load the target while the first stages
@@ -30,7 +30,7 @@ def begin_servers(context: RunContext, unfinished: Sequence[str]) -> None:
     Raises:
         UserError: a server is not what the run needs, or its states do not arrive.
     """
-    users = [stage for stage in map(Stage, unfinished) if uses_servers(context.config, stage)]
+    users = [stage for stage in unfinished if uses_servers(context.config, stage)]
     if context.servers.named:
         for stage in users:
             _check(context, stage)
@@ -38,7 +38,7 @@ def begin_servers(context: RunContext, unfinished: Sequence[str]) -> None:
         context.servers.start(must_capture(context.config, users[0]))
 
 
-def prepare_engines(context: RunContext, stage: str) -> None:
+def prepare_engines(context: RunContext, stage: Stage) -> None:
     """Wait for the servers that the run has started, and check them; start TorchSpec's engines.
 
     Every rank calls, before the stage.
@@ -46,21 +46,19 @@ def prepare_engines(context: RunContext, stage: str) -> None:
     Raises:
         UserError: a server or engine does not start, is not what the run needs, or its states do not arrive.
     """
-    of_stage = Stage(stage)
-    if uses_servers(context.config, of_stage) and not context.servers.named:
-        context.servers.start(must_capture(context.config, of_stage))
+    if uses_servers(context.config, stage) and not context.servers.named:
+        context.servers.start(must_capture(context.config, stage))
         context.servers.wait_until_ready()
-        _check(context, of_stage)
-    if uses_torchspec(context.config, of_stage):
+        _check(context, stage)
+    if uses_torchspec(context.config, stage):
         context.torchspec.start()
 
 
-def end_engines(context: RunContext, unfinished: Sequence[str]) -> None:
+def end_engines(context: RunContext, unfinished: Sequence[Stage]) -> None:
     """End the servers and engines of the run once no unfinished stage needs them. Every rank calls."""
-    stages = [*map(Stage, unfinished)]
-    if not any(uses_servers(context.config, stage) for stage in stages):
+    if not any(uses_servers(context.config, stage) for stage in unfinished):
         context.servers.close()
-    if not any(uses_torchspec(context.config, stage) for stage in stages):
+    if not any(uses_torchspec(context.config, stage) for stage in unfinished):
         context.torchspec.close(together=True)
 
 

@@ -46,8 +46,6 @@ from train.trainer.skipped import SkippedSteps
 from train.trainer.train import Training, train_loop
 from train.trainer.validation import DriftDiagnosis, ReplayValidation
 
-_OPENED = "stages/train/opened"
-
 
 def train_inputs(context: RunContext) -> dict[str, Any]:
     artifacts = context.artifacts
@@ -59,7 +57,7 @@ def run_train(context: RunContext, directory: Path) -> dict[str, Any]:
     """Train, into `checkpoints/` (the newest states, and `best/`) and `metrics.jsonl`."""
     held_out = open_store(context.artifacts[Stage.capture].directory / "validation", context.world)
     with opened_source(context) as source:
-        wait_for_ranks(_OPENED, context.world)
+        wait_for_ranks(context.world)
         training = built(source, held_out, context, directory)
         stop_at = time_limit(context.config.stop_after_minutes, os.environ, context.started)
         with closing(training.rows), training.tracker, stop_reasons(stop_at) as context.stop_reason:

@@ -15,7 +15,6 @@ from data.target.spec import TargetSpec
 from eagle31.export.read import load_export
 from eagle31.json_files import read_json
 from tests.train.small_run import RECIPE, arguments
-from tests.train.stages.making import make_result
 from tests.train.torchrun import composed
 from train.config.run import Stage
 from train.config.target import TargetEngine
@@ -24,7 +23,7 @@ from train.distributed import World
 from train.evaluation import vllm as vllm_evaluation
 from train.evaluation.parity import compare_engine
 from train.evaluation.serving import DecodeJob, JobResult, run_job
-from train.pipeline import run_stages, unfinished_stages
+from train.pipeline import run_stage, run_stages, unfinished_stages
 from train.stages.report import run_report
 
 CPU = torch.device("cpu")
@@ -75,7 +74,7 @@ def evaluate_in_vllm(target: EmbeddedTarget, directory: Path) -> None:
     run_stages(context)
     context.config.target.engine = TargetEngine.vllm
     unfinished_stages(context, [Stage.evaluate])
-    make_result(context, Stage.evaluate)
+    run_stage(context, Stage.evaluate, unfinished=True)
     run_report(context)
 
 

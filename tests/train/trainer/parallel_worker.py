@@ -183,7 +183,7 @@ def main() -> None:
     world = World.from_environment()
     time.sleep(0.2 * world.rank)
     Path(f"{sys.argv[1]}.{world.rank}").touch()
-    wait_for_ranks("test", world)
+    wait_for_ranks(world)
     assert all(Path(f"{sys.argv[1]}.{rank}").exists() for rank in range(world.size))
     ensure_process_group()
     group = dist.group.WORLD
