@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from train.artifact import (
 )
 from train.config.run import RunConfig, Stage, needed_stages, starts_vllm
 from train.context import RunContext
-from train.distributed import World, made_by_main, wait_until
+from train.distributed import World, made_by_main, wait_for_ranks, wait_until
 from train.engines.servers import server_settings
 from train.launch.start import check_eagle3, check_environment, check_named, check_start
 from train.plan.cluster import cluster_at_hand
@@ -121,12 +120,11 @@ def begun(context: RunContext, given: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def closing_engines(context: RunContext) -> Iterator[None]:
-    """End at last what this rank has started, and say before that where a training has stopped."""
+    """End at last what this rank has started."""
     try:
         yield
-    except Stopped as stopped:
-        # The engines take time to end, which may be up. Rank 0 first: torchrun ends all once one ends.
-        made_by_main(partial(stopped.write, context.output_dir), context.world)
+    except Stopped:
+        wait_for_ranks(context.world)  # torchrun ends all as soon as one ends
         raise
     finally:
         context.servers.close()

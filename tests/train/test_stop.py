@@ -6,15 +6,22 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from unittest.mock import MagicMock, Mock
 
 import psutil
+import pytest
 
 from data.embedded.target import EmbeddedTarget
 from eagle31.json_files import read_json
 from tests.runs.forked import ROOT, environment, start
 from tests.train.small_run import MAIN, RECIPE, arguments, metrics_of
 from tests.train.torchrun import torchrun, torchrun_command
-from train.stop import STOPPED, STOPPED_FILE, stop_reasons, time_limit
+from train.config.compose import composed
+from train.context import RunContext
+from train.distributed import World
+from train.stages import train
+from train.stages.train import run_train
+from train.stop import STOPPED, STOPPED_FILE, Stopped, stop_reasons, time_limit
 
 
 def test_the_time_limit_saves_after_a_step_and_the_same_command_resumes(
@@ -29,6 +36,23 @@ def test_the_time_limit_saves_after_a_step_and_the_same_command_resumes(
     assert "resuming after step 1 of" in torchrun(*command)
     assert not (directory / STOPPED_FILE).exists()
     assert metrics_of(directory) == metrics_of(finished[0])
+
+
+def test_a_stop_is_noted_before_anything_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B may wait for its server until Slurm kills the job, which is queued again where the file is."""
+    found = []
+    tracker = MagicMock()
+    tracker.__exit__.side_effect = lambda *_: found.append((tmp_path / STOPPED_FILE).exists())
+    stops = Mock(side_effect=Stopped(3, "SIGTERM"))
+    replaced = {name: MagicMock() for name in ("open_store", "opened_source")}
+    training = Mock(return_value=Mock(tracker=tracker))
+    for name, value in (replaced | {"built": training, "train_loop": stops}).items():
+        monkeypatch.setattr(train, name, value)
+    config = composed(["recipe=quickstart", f"output_dir={tmp_path}"])
+    context = RunContext(config, World(0, 0, 1), artifacts=MagicMock())
+    with pytest.raises(Stopped):
+        run_train(context, tmp_path)
+    assert found == [True]
 
 
 def test_a_signal_waits_for_the_step_in_training() -> None:

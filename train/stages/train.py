@@ -35,7 +35,7 @@ from train.stages.continuing import keep_vocab, prepared
 from train.stages.states import open_store, opened_source, training_samples
 from train.stages.training_inputs import chosen_optim, training_inputs
 from train.stages.vocab import load_projected, load_vocab
-from train.stop import stop_reasons, time_limit
+from train.stop import Stopped, stop_reasons, time_limit
 from train.tracking import open_tracker
 from train.trainer.checkpoints import CheckpointDirectory
 from train.trainer.engine import release_memory
@@ -61,7 +61,12 @@ def run_train(context: RunContext, directory: Path) -> dict[str, Any]:
         training = built(source, held_out, context, directory)
         stop_at = time_limit(context.config.stop_after_minutes, os.environ, context.started)
         with closing(training.rows), training.tracker, stop_reasons(stop_at) as context.stop_reason:
-            train_loop(training, context.stop_reason)
+            try:
+                train_loop(training, context.stop_reason)
+            except Stopped as stopped:
+                if context.world.is_main:  # now: W&B and engines take time to end, which may be up
+                    stopped.write(context.output_dir)
+                raise
         num_parameters = sum(map(math.prod, weight_shapes(training.engine).values()))
         release_memory(training.engine)
     state = training.state

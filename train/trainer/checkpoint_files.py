@@ -7,21 +7,19 @@ DeepSpeed had split the weights. Nothing here needs DeepSpeed, and no file can r
 """
 
 import json
-import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from eagle31.errors import UserError
 from eagle31.json_files import expecting, file_within, read_json, write_json
-from eagle31.tensor_files import read_header, save_tensors
+from eagle31.tensor_files import load_tensors, save_tensors
 
 STATE, MANIFEST = "state.json", "manifest.json"
 WEIGHTS = "weights"  # a kind; the others are the optimizer's states
@@ -41,14 +39,6 @@ class SavedFragment:
     @property
     def key(self) -> str:
         return f"{self.kind}/{self.name}/{self.start}"
-
-
-@dataclass(frozen=True)
-class _Stored:
-    start: int
-    stop: int
-    path: Path
-    offset: int  # of the first element in the file, in bytes
 
 
 class DamagedCheckpoint(Exception):
@@ -131,7 +121,7 @@ def check_file(path: Path, expected: Mapping[str, int]) -> None:
 
 
 class SavedParts:
-    """The tensors in the files of a checkpoint.
+    """The tensors in the files of a checkpoint, which are mapped into memory.
 
     Raises:
         DamagedCheckpoint, UserError: a file is damaged.
@@ -141,28 +131,17 @@ class SavedParts:
         self.checkpoint = checkpoint
         path = checkpoint / MANIFEST
         self.manifest = read_checked(path)
-        self._stored: dict[str, dict[str, list[_Stored]]] = {}  # by weight, then kind
+        self._stored: dict[str, dict[str, list[tuple[int, Tensor]]]] = {}  # by weight, then kind
         with expecting(path, "the manifest of a checkpoint"):
             self.shapes: dict[str, list[int]] = self.manifest["weights"]
             for file in self.manifest["files"]:
-                for stored, kind, name in _fragments_in(checkpoint / file):
-                    self._stored.setdefault(name, {}).setdefault(kind, []).append(stored)
+                for key, values in load_tensors(checkpoint / file).items():
+                    kind, name, start = key.split("/")
+                    self._stored.setdefault(name, {}).setdefault(kind, []).append((int(start), values))
 
     def kinds(self, name: str) -> list[str]:
         """Return the kinds of tensors that a weight has."""
         return sorted(self._stored[name])
-
-    def num_elements(self, kind: str, name: str, shape: Sequence[int]) -> int:
-        """Return the number of elements of a tensor of this shape, before memory is allocated for them.
-
-        Raises:
-            DamagedCheckpoint: the files have more or fewer.
-        """
-        number = math.prod(shape)
-        found = sum(one.stop - one.start for one in self._stored[name][kind])
-        if found != number:
-            raise DamagedCheckpoint(f"{kind} of {name}: {found:,} of {number:,} elements are there")
-        return number
 
     def read(self, kind: str, name: str, start: int, values: Tensor) -> None:
         """Read consecutive elements of a flattened tensor.
@@ -175,11 +154,10 @@ class SavedParts:
             DamagedCheckpoint: no file has some of them.
         """
         stop, found = start + len(values), 0
-        for stored in self._stored.get(name, {}).get(kind, []):
-            first, last = max(start, stored.start), min(stop, stored.stop)
+        for begin, stored in self._stored.get(name, {}).get(kind, []):
+            first, last = max(start, begin), min(stop, begin + len(stored))
             if first < last:
-                target = values[first - start : last - start]
-                _read_into(stored.path, stored.offset + 4 * (first - stored.start), target)
+                values[first - start : last - start].copy_(stored[first - begin : last - begin])
                 found += last - first
         if found != len(values):
             raise DamagedCheckpoint(f"{kind} of {name}: {found:,} of {len(values):,} elements are there")
@@ -196,45 +174,14 @@ def load_weights(checkpoint: Path | str, kind: str = WEIGHTS) -> dict[str, Tenso
         DamagedCheckpoint: a file is missing or damaged.
     """
     checkpoint = Path(checkpoint)
-    with expecting(checkpoint / MANIFEST, "the manifest of a checkpoint"):
-        for file, expected in read_checked(checkpoint / MANIFEST)["files"].items():
-            check_file(checkpoint / file, expected)
+    for file, expected in read_checked(checkpoint / MANIFEST)["files"].items():
+        check_file(checkpoint / file, expected)
     parts, found = SavedParts(checkpoint), {}
-    with expecting(checkpoint / MANIFEST, "the manifest of a checkpoint"):
-        for name, shape in parts.shapes.items():
-            if kind in parts.kinds(name):
-                flat = torch.empty(parts.num_elements(kind, name, shape))
-                parts.read(kind, name, 0, flat)
-                found[name] = flat.view(shape)
+    for name, shape in parts.shapes.items():
+        if kind in parts.kinds(name):
+            found[name] = torch.empty(shape)
+            parts.read(kind, name, 0, found[name].view(-1))
     return found
-
-
-def _fragments_in(path: Path) -> Iterator[tuple[_Stored, str, str]]:
-    with open(path, "rb") as file:
-        entries = read_header(file, path)
-    for key, entry in entries.items():
-        kind, name, start = key.split("/")
-        begin = int(start)
-        if entry.dtype != "F32" or begin < 0:
-            raise ValueError(f"{key} is {entry.dtype}")
-        yield _Stored(begin, begin + (entry.stop - entry.start) // 4, path, entry.start), kind, name
-
-
-def _read_into(path: Path, offset: int, values: Tensor) -> None:
-    with open(path, "rb") as file:
-        file.seek(offset)
-        for chunk in values.split(_CHUNK_BYTES // 4):
-            buffer = chunk if chunk.device.type == "cpu" else torch.empty(len(chunk))
-            content = _bytes_of(buffer)
-            if file.readinto(content) != len(content):
-                raise DamagedCheckpoint(f"{path} is truncated")
-            if buffer is not chunk:
-                chunk.copy_(buffer)
-
-
-def _bytes_of(values: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor [N] on the CPU."""
-    return memoryview(values.numpy().view(np.uint8))  # type: ignore[arg-type]
 
 
 def _file_checksum(path: Path) -> int:

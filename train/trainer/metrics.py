@@ -1,19 +1,18 @@
 """What a run logs of the steps between two records: sums over supervised rows, times and memory."""
 
-import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from data.batches.device_rows import RowCounts
 from data.batches.loader import SourceStats
 from eagle31.training.step import DepthSums
-from train.distributed import World, sum_over_ranks
+from train.distributed import World, gathered, sum_over_ranks
 
 LOGGED_METRICS = ("agreement", "expected_acceptance")  # computed at logging steps only
 
@@ -120,18 +119,18 @@ class WindowSums:
         What has no meaning on this device is absent.
         """
         step_seconds = self.steps.seconds()
+        median, near_longest = np.quantile(step_seconds or [0.0], (0.5, 0.95), method="inverted_cdf")
         local = {
             "num_tokens": self.num_tokens,
             "flops": self.flops,
             "waited": self.waited_seconds,
             "in_steps": sum(step_seconds),
-            "step_seconds_p50": percentile(step_seconds, 0.5),
-            "step_seconds_p95": percentile(step_seconds, 0.95),
+            "step_seconds_p50": median,
+            "step_seconds_p95": near_longest,
             **{f"{what}_seconds": seconds for what, seconds in self.seconds_of.items()},
             "peak_bytes": peak_bytes(world.device),
         }
-        table = gather(list(local.values()), world)
-        of_ranks = dict(zip(local, table.unbind(1), strict=True))
+        of_ranks = dict(zip(local, np.transpose(gathered([*local.values()], world)), strict=True))
         slowest = int(of_ranks["waited"].argmax())
         seconds = time.perf_counter() - self.started
         found = {
@@ -143,7 +142,7 @@ class WindowSums:
             # From the rank that waited longest, because the others wait for it.
             "data_wait_seconds": float(of_ranks["waited"][slowest]),
             "data_wait_fraction": float(
-                of_ranks["waited"][slowest] / of_ranks["in_steps"][slowest].clamp(min=1e-9)
+                of_ranks["waited"][slowest] / max(of_ranks["in_steps"][slowest], 1e-9)
             ),
         }
         names = ["step_seconds_p50", "step_seconds_p95", *(f"{what}_seconds" for what in self.seconds_of)]
@@ -157,28 +156,15 @@ class WindowSums:
         return found
 
 
-def percentile(values: Sequence[float], fraction: float) -> float:
-    """Return the smallest value that at least this fraction of the values does not exceed; 0 for none."""
-    ordered = sorted(values)
-    return ordered[max(math.ceil(fraction * len(ordered)) - 1, 0)] if ordered else 0.0
-
-
 def peak_bytes(device: torch.device) -> int:
     """Return the most bytes of tensors that the device held at once so far; 0 on the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
-def gather(values: Sequence[float], world: World) -> Tensor:
-    """Return every rank's values. float64 [num_ranks, num_values]. Every rank calls."""
-    table = torch.zeros(world.size, len(values), dtype=torch.float64, device=world.device)
-    table[world.rank] = torch.tensor(values, dtype=torch.float64)
-    return sum_over_ranks(table)
-
-
 def source_metrics(stats: SourceStats, world: World) -> dict[str, float]:
     """Return how the states of online capture arrived, over all ranks. Every rank calls."""
     local = [stats.waiting_bytes, stats.starved_seconds, stats.full_seconds, stats.num_restarts]
-    waiting, starved, full, restarts = gather(local, world).unbind(1)
+    waiting, starved, full, restarts = np.transpose(gathered(local, world))
     return {
         "spool_gb": float(waiting.sum()) / 1e9,
         "starved_seconds": float(starved.max()),
