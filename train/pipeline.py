@@ -39,17 +39,16 @@ from train.plan.cluster import cluster_at_hand
 from train.plan.earlier import note_settings
 from train.plan.plan import check_gpu_memory, make_plan
 from train.plan.sizes import RunSizes
-from train.plan.table import format_plan
+from train.plan.table import format_plan, hours_lines, work_lines
 from train.stages.answers import answers_inputs, check_answers, run_answers
 from train.stages.capture import capture_inputs, run_capture
 from train.stages.continuing import begin_training, link_training
 from train.stages.data import data_inputs, run_data
 from train.stages.evaluate import evaluate_inputs, run_evaluate
 from train.stages.export import export_inputs, link_export, reopen_if_damaged, run_export
-from train.stages.plan import check_amounts
 from train.stages.report import run_report
 from train.stages.servers import begin_servers, end_engines, prepare_engines
-from train.stages.train import check_ranks, run_train, train_inputs
+from train.stages.train import check_ranks, check_rows, run_train, train_inputs
 from train.stages.vocab import run_vocab, vocab_inputs
 from train.stop import STOPPED_FILE, Stopped
 from train.tracking import check_wandb
@@ -68,6 +67,20 @@ class StageRun:
     run: Callable[[RunContext, Path], dict[str, Any]]  # fills the directory and returns a summary
     every_rank: bool = False  # otherwise rank 0 runs it
     after: Callable[[RunContext], None] | None = None  # what rank 0 does with the result, also a reused one
+
+
+def check_amounts(context: RunContext) -> None:
+    """Print what the run takes, now that the number of tokens is known, and check that it can train on them.
+
+    Raises:
+        UserError: they do not fill the rows of a step.
+    """
+    if Stage.data.value not in context.reused:
+        plan = make_plan(context.config, context.world)
+        lines = [*work_lines(plan.work), *hours_lines(plan.first.hours)]
+        print("plan: " + "; ".join(f"{name} {value}" for name, value in lines), flush=True)
+    if Stage.train in context.config.stages:
+        check_rows(context.config, context.artifacts[Stage.data])
 
 
 STAGES = {
