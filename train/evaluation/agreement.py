@@ -15,6 +15,9 @@ from eagle31.model.frozen import FrozenParts
 from eagle31.training.teacher_forced import logits_of_drafts
 from train.evaluation.serving import PlacedDraft, Served, common_length
 
+NOT_COMPARED = "not_compared"
+_MISSING = "no draft"
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -45,39 +48,17 @@ class Agreement:
     drafts: list[tuple[int, Difference]]  # at most one per draft
     num_tokens: int  # of the completions
     tokens: list[tuple[int, Difference]]
+    completions: dict[str, int]  # how many prompts have the same one without the drafter, by verdict
 
     @property
     def counts_of_drafts(self) -> dict[str, int]:
         return _counted(self.num_compared, self.drafts) | {
-            "num_not_compared": self.num_drafts - self.num_compared
+            f"num_{NOT_COMPARED}": self.num_drafts - self.num_compared
         }
 
     @property
     def counts_of_tokens(self) -> dict[str, int]:
         return _counted(self.num_tokens, self.tokens)
-
-    def counts_of_completions(
-        self, completions: Sequence[Sequence[int]], alone: Sequence[Sequence[int]]
-    ) -> dict[str, int]:
-        """Return how many prompts have the same completion with the drafter and without, by verdict.
-
-        At a near-tie the target's logits of the two tokens are so close that rounding decides between them.
-        """
-        verdicts = [
-            self._verdict(index, *map(list, both))
-            for index, both in enumerate(zip(completions, alone, strict=True))
-        ]
-        return {f"num_{name}": verdicts.count(name) for name in ("identical", "near_tie", "different")}
-
-    def _verdict(self, index: int, completion: list[int], alone: list[int]) -> str:
-        if completion == alone:
-            return "identical"
-        parted = common_length(completion, alone)
-        if parted in (len(completion), len(alone)):
-            return "different"
-        # No draft precedes the first token, and the state at the prompt's end may not be kept.
-        found = [one for prompt, one in self.tokens if (prompt, one.position) == (index, parted) and parted]
-        return "near_tie" if all(one.near_tie for one in found) else "different"
 
 
 def compare_served(
@@ -86,13 +67,17 @@ def compare_served(
     samples: Iterable[tuple[int, CapturedSample]],
     served: Served,
     dtype: torch.dtype,
+    alone: Sequence[Sequence[int]] | None = None,
 ) -> Agreement:
     """Compare an engine's drafts and greedy completions with the trained drafter and the target.
 
     Args:
         samples: each prompt's index in `served`, and a sample of it; see `compare_drafts`.
         dtype: in which the engine computes.
+        alone: the completions without the drafter. Each sample has one of these or of the engine's.
     """
+    both = zip(served.completions, alone, strict=True) if alone is not None else ()
+    verdicts = ["identical" if list(ours) == list(theirs) else NOT_COMPARED for ours, theirs in both]
     num_drafts = num_compared = num_tokens = 0
     drafts: list[tuple[int, Difference]] = []
     tokens: list[tuple[int, Difference]] = []
@@ -103,7 +88,35 @@ def compare_served(
         num_tokens += len(completion)
         drafts += [(index, one) for one in found]
         tokens += [(index, one) for one in compare_tokens(frozen, sample, completion, dtype)]
-    return Agreement(num_drafts, num_compared, drafts, num_tokens, tokens)
+        if alone is not None and verdicts[index] == NOT_COMPARED:
+            verdicts[index] = _verdict(frozen, sample, completion, alone[index], dtype)
+    names = ("identical", "near_tie", "different", NOT_COMPARED)
+    completions = {f"num_{name}": verdicts.count(name) for name in names}
+    return Agreement(num_drafts, num_compared, drafts, num_tokens, tokens, completions)
+
+
+def _verdict(
+    frozen: FrozenParts,
+    sample: CapturedSample,
+    completion: Sequence[int],
+    alone: Sequence[int],
+    dtype: torch.dtype,
+) -> str:
+    """Return the verdict on a completion that is another one than without the drafter.
+
+    At a near-tie the target's logits of the two tokens are so close that rounding decides between them. A
+    store lacks the state at the prompt's end, and decodes it to zeros: then nobody knows.
+    """
+    parted = common_length(completion, alone)
+    if parted in (len(completion), len(alone)):
+        return "different"
+    if not sample.final_hidden_states[int(sample.loss_mask.long().argmax()) - 1 + parted].any():
+        return NOT_COMPARED
+    written = [
+        *compare_tokens(frozen, sample, completion, dtype),
+        *compare_tokens(frozen, sample, alone, dtype),
+    ]
+    return "near_tie" if all(one.near_tie for one in written if one.position == parted) else "different"
 
 
 @torch.no_grad()
@@ -162,15 +175,15 @@ def compare_tokens(
     return [
         Difference("written", position, [expected], [token], gap, bound)
         for position, (token, expected, gap, bound) in enumerate(judged)
-        if gap > 0
+        if not gap <= 0  # NaN: the reference has no answer
     ]
 
 
 def _counted(num_compared: int, differences: Sequence[tuple[int, Difference]]) -> dict[str, int]:
-    """Return how many of the compared are identical, near-ties and different."""
+    """Return how many of the compared are identical, near-ties and different, as a missing draft is."""
     num_near_tie = sum(one.near_tie for _, one in differences)
     return {
-        "num_identical": num_compared - len(differences),
+        "num_identical": num_compared - sum(one.what != _MISSING for _, one in differences),
         "num_near_tie": num_near_tie,
         "num_different": len(differences) - num_near_tie,
     }
@@ -179,7 +192,7 @@ def _counted(num_compared: int, differences: Sequence[tuple[int, Difference]]) -
 def describe_counts(counts: dict[str, int]) -> str:
     """Return, in words, how many of the compared are identical, near-ties, different, or not compared."""
     parts = [f"{counts['num_identical']} of {sum(counts.values())} identical"]
-    for name in ("near_tie", "different", "not_compared"):
+    for name in ("near_tie", "different", NOT_COMPARED):
         if counts.get(f"num_{name}"):
             parts.append(f"{counts[f'num_{name}']} {name.replace('_', '-' if name == 'near_tie' else ' ')}")
     return ", ".join(parts)
@@ -193,13 +206,13 @@ def _misplaced(drafts: Sequence[PlacedDraft], completion: Sequence[int], common:
     found, expected = [], 1
     for draft in drafts:
         if draft.position != expected and expected <= common:
-            found.append(Difference("no draft", expected, [], draft.token_ids))
+            found.append(Difference(_MISSING, expected, [], draft.token_ids))
         right = common_length(draft.token_ids, completion[draft.position :])
         if draft.num_accepted != right and draft.position <= common:
             found.append(Difference("accepted", draft.position, [right], [draft.num_accepted]))
         expected = draft.position + draft.num_accepted + 1
     if expected < len(completion) and expected <= common:
-        found.append(Difference("no draft", expected, [], []))
+        found.append(Difference(_MISSING, expected, [], []))
     return found
 
 
@@ -224,8 +237,8 @@ def _drafted(
     expected = frozen.target_ids(best)
     found = []
     for draft, ours, *judged in zip(drafts, expected.tolist(), gaps.tolist(), bounds.tolist(), strict=True):
-        gap, bound = max(zip(*judged, strict=True), key=lambda one: (one[0] > one[1], one[0]))
-        if gap > 0:
+        gap, bound = max(zip(*judged, strict=True), key=lambda one: (not one[0] <= one[1], one[0]))
+        if not gap <= 0:
             found.append(Difference("drafted", draft.position, ours, draft.token_ids, gap, bound))
     return found
 

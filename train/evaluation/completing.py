@@ -39,13 +39,9 @@ class CompletingTarget:
     def samples(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
     ) -> Iterator[tuple[int, CapturedSample]]:
-        """Yield the index of each prompt, and a sample of it with its completion, on the CPU.
-
-        A completion of fewer than two tokens has no draft, and is left out.
-        """
-        kept = [index for index, completion in enumerate(completions) if len(completion) > 1]
-        for start in range(0, len(kept), self.batch_size):
-            batch = kept[start : start + self.batch_size]
+        """Yield the index of each prompt, and a sample of it with its completion, on the CPU."""
+        for start in range(0, len(prompts), self.batch_size):
+            batch = range(len(prompts))[start : start + self.batch_size]
             ids = [torch.tensor([*prompts[index], *completions[index]]) for index in batch]
             states = self.capture.capture(ids)
             for index, input_ids, (aux, final) in zip(batch, ids, states, strict=True):

@@ -121,8 +121,8 @@ def evaluation_json(
         states: how the states that were replayed were captured, for messages.
     """
     k, served = conditions.draft_tokens, decoded.served
-    agreement = compare_served(*candidate, samples, served, decoded.dtype)
     without = [alone[index] for index in decoded.indices]
+    agreement = compare_served(*candidate, samples, served, decoded.dtype, without)
     return {
         "k": k,
         "max_new_tokens": conditions.max_new_tokens,
@@ -136,7 +136,7 @@ def evaluation_json(
             "num_prompts": len(served.completions),
             **sum(served.acceptance(k), AcceptanceStats.from_lengths(k, [])).to_json(),
             "num_tokens": sum(map(len, served.completions)),
-            "completions": agreement.counts_of_completions(served.completions, without),
+            "completions": agreement.completions,
             "replay": agreement.counts_of_drafts,
         },
     }

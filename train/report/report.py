@@ -7,6 +7,7 @@ from typing import Any
 
 from data.progress import format_seconds
 from eagle31.json_files import read_jsonl, write_json, write_text
+from train.evaluation.agreement import describe_counts
 from train.evaluation.intervals import Interval, length_of
 from train.report.card import serve_command, target_name
 from train.report.plots import run_panels, save_png, shown_drift, svg_uri
@@ -118,7 +119,7 @@ def _headlines(evaluation: dict[str, Any], serving: dict[str, Any] | None) -> li
         note = f"95 % interval {speedup.bounds}"
         found.append((f"{speedup.value:.2f}×", name, note))
     completions = decoding["completions"]
-    rest = f"{completions['num_near_tie']} near-tie, {completions['num_different']} different"
+    rest = describe_counts(completions).partition(", ")[2]
     identical = f"{completions['num_identical']}/{decoding['num_prompts']}"
     return [*found, (identical, "completions identical to the target's", rest)]
 

@@ -178,6 +178,12 @@ def warnings_of(evaluation: dict[str, Any], run_info: dict[str, Any] | None = No
             where = f"Decoded by {evaluation['engine']}; replayed from {evaluation['states']}."
             remedy = "If the precisions are the same, see what scripts/check_serving says of the export."
             found.append(f"{what}: {describe_counts(counts)}. {cannot} cannot be trusted. {where} {remedy}")
+    counts = evaluation["decoding"]["completions"] if evaluation else {}
+    if counts.get("num_not_compared", 0) == sum(counts.values()) > 0:
+        found.append(
+            "Decoding was not checked: no completion has the first token of the target's own, and acceptance "
+            f"was replayed from other texts than {evaluation['engine']} writes."
+        )
     return found
 
 

@@ -48,10 +48,9 @@ class Case:
         )
 
     def verdict(self, completion: list[int], alone: list[int]) -> str:
-        served = Served([completion], [[]])
-        found = compare_served(self.drafter, self.frozen, [(0, self.sample)], served, torch.float32)
-        counts = found.counts_of_completions([completion], [alone])
-        return next(name.removeprefix("num_") for name, number in counts.items() if number)
+        served, samples = Served([completion], [[]]), [(0, self.sample)]
+        found = compare_served(self.drafter, self.frozen, samples, served, torch.float32, [alone])
+        return next(name.removeprefix("num_") for name, number in found.completions.items() if number)
 
     def with_draft(self, index: int, draft: PlacedDraft) -> tuple[PlacedDraft, ...]:
         return (*self.drafts[:index], draft, *self.drafts[index + 1 :])
@@ -157,8 +156,12 @@ def test_accepted_tokens_that_were_not_written_and_the_reverse_are_different(cas
 @pytest.mark.parametrize("index", [0, 2, -1])
 def test_a_missing_draft_is_different(case: Case, index: int) -> None:
     missing = case.drafts[index]
-    found = case.compare(tuple(one for one in case.drafts if one is not missing))[1]
-    assert [(one.what, one.position) for one in found] == [("no draft", missing.position)]
+    kept = [one for one in case.drafts if one is not missing]
+    served = Served([case.completion], [kept])
+    found = compare_served(case.drafter, case.frozen, [(0, case.sample)], served, torch.float32)
+    assert [(one.what, one.position) for _, one in found.drafts] == [("no draft", missing.position)]
+    counts = {"num_identical": len(kept), "num_near_tie": 0, "num_different": 1, "num_not_compared": 0}
+    assert found.counts_of_drafts == counts
 
 
 def test_drafts_are_compared_as_far_as_the_text_is_the_same(case: Case) -> None:
@@ -186,6 +189,29 @@ def test_written_tokens_are_judged_by_the_targets_logits(case: Case) -> None:
     assert case.verdict(completion, case.completion) == "near_tie"
 
 
+def test_a_completion_that_parts_from_the_first_token_on_is_judged_where_its_state_is_kept(
+    case: Case,
+) -> None:
+    other = [(case.completion[0] + 1) % 61, *case.completion[1:]]
+    assert case.verdict(other, case.completion) == "different"
+    assert case.verdict(case.completion, other) == "different"  # the one without the drafter is judged, too
+    case.sample.final_hidden_states[NUM_PROMPT_TOKENS - 1] = 0  # as a store decodes it
+    assert case.verdict(other, case.completion) == "not_compared"
+
+
+def test_logits_that_are_no_numbers_are_a_difference(case: Case) -> None:
+    """Where both sides compute NaN, both choose the same token."""
+    with torch.no_grad():
+        case.drafter.lm_head.weight.fill_(torch.nan)
+    found = case.compare()[1]
+    assert len(found) == len(case.drafts)
+    assert not any(one.near_tie for one in found)
+    case.sample.final_hidden_states.fill_(torch.nan)
+    written = compare_tokens(case.frozen, case.sample, case.completion, torch.float32)
+    assert len(written) == len(case.completion)
+    assert not any(one.near_tie for one in written)
+
+
 def test_completions_of_other_lengths_are_different(case: Case) -> None:
     shorter = case.completion[:-1]
     for one, other in ((shorter, case.completion), (case.completion, shorter)):
@@ -198,9 +224,9 @@ def test_the_report_counts_prompts_and_drafts(case: Case) -> None:
     last = replace(kept[-1], num_accepted=min(kept[-1].num_accepted, len(parted) - 1 - kept[-1].position))
     served = Served([case.completion, parted], [list(case.drafts), [*kept[:-1], last]])
     samples = [(0, case.sample), (1, case.sample)]
-    found = compare_served(case.drafter, case.frozen, samples, served, torch.float32)
-    completions = found.counts_of_completions(served.completions, [case.completion] * 2)
-    assert completions == {"num_identical": 1, "num_near_tie": 0, "num_different": 1}
+    alone = [case.completion] * 2
+    found = compare_served(case.drafter, case.frozen, samples, served, torch.float32, alone)
+    assert (found.completions["num_identical"], found.completions["num_different"]) == (1, 1)
     assert found.counts_of_drafts["num_identical"] == len(case.drafts) + len(kept)
     assert found.counts_of_drafts["num_not_compared"] == 0
     assert found.counts_of_tokens["num_different"] == 1

@@ -40,6 +40,18 @@ def test_the_hash_is_of_prompts_and_completions_and_not_of_rows() -> None:
     assert sampled["greedy_drafts"]["texts_hash"] == sampled["sampled_drafts"]["texts_hash"] == known
 
 
+def test_a_completion_of_one_token_has_no_draft() -> None:
+    drafter, frozen = tiny_drafter(tiny_config(), torch.float32)
+    short = sample(NUM_PROMPT_TOKENS + 1)
+    for row, num_drafts in (([short], [0]), ([short, sample(30)], [0, 22])):
+        batch = pack_row(row, sum(len(one.input_ids) for one in row))
+        found = replay_greedily(drafter, frozen, [batch], 2)
+        assert [
+            lengths[0].num_drafts <= most for lengths, most in zip(found.by_prompt, num_drafts, strict=True)
+        ]
+    assert found.by_prompt[0][0].num_drafts == 0
+
+
 def test_only_greedy_drafts_are_measured_where_a_part_of_the_tokens_is_sampled_from() -> None:
     drafter, frozen = tiny_drafter(tiny_config(), torch.float32)
     how = Sampling(8, (0,), temperature=0.7, seed=0, top_p=0.9)
