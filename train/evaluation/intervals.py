@@ -14,15 +14,15 @@ _NUM_RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Interval:
-    """A value with its 95 % interval; the bounds are NaN where there are too few prompts for one."""
+    """A value with its 95 % interval; the bounds are None where there are too few prompts for one."""
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
     @property
     def bounds(self) -> str:
-        return "unknown" if np.isnan(self.low) else f"{self.low:.2f} to {self.high:.2f}"
+        return "unknown" if self.low is None else f"{self.low:.2f} to {self.high:.2f}"
 
     def shown(self, unit: str = "") -> str:
         return f"{self.value:.2f}{unit} ({self.bounds})"
@@ -57,11 +57,12 @@ def over_prompts(
         value = float(of(np.flatnonzero(some)))
         groups = [np.flatnonzero(some & (source == one)) for one in np.unique(source[some])]
         if not groups or min(map(len, groups)) < 2:
-            return Interval(value, np.nan, np.nan)
+            return Interval(value, None, None)
         found = bootstrap(groups, of, n_resamples=_NUM_RESAMPLES, method="BCa", vectorized=True, rng=0)
-    if np.ptp(found.bootstrap_distribution) == 0:  # for which BCa has no bounds
-        return Interval(value, value, value)
-    return Interval(value, *map(float, found.confidence_interval))
+        if np.ptp(found.bootstrap_distribution) == 0:  # for which BCa has no bounds
+            return Interval(value, value, value)
+    low, high = found.confidence_interval
+    return Interval(value, float(low), float(high)) if low <= high else Interval(value, None, None)  # NaN
 
 
 def acceptance_interval(drafts: ArrayLike, accepted: ArrayLike, strata: Sequence[int] = ()) -> Interval:

@@ -1,5 +1,6 @@
 """Parity with vLLM: its drafts and completions, compared with the trained drafter and the target."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -57,6 +58,8 @@ class Comparison:
             return ["vLLM drafted nothing"]
         found = []
         if self.quantized:
+            if not (self.vllm.num_drafts and self.replayed.num_drafts):
+                return [f"no draft of {self.k} tokens is within a completion, so that nothing is judged"]
             gap = abs(self.vllm.acceptance_length / self.replayed.acceptance_length - 1)
             found = [f"acceptance lengths differ by {gap:.1%}"] if gap > TOLERANCE else []
             return found + self._positions_that_differ()
@@ -80,6 +83,8 @@ class Comparison:
                 for sides in self.by_prompt
             ]
             ratio = over_prompts(lambda a0, n0, a1, n1: (a1 / n1) / (a0 / n0), *zip(*counts, strict=True))
+            if ratio.low is None or ratio.high is None:
+                continue
             if ratio.high < 1 - TOLERANCE or ratio.low > 1 + TOLERANCE:
                 found.append(f"acceptance at position {position + 1} is {ratio.shown('x')} that of replay")
         return found
@@ -98,7 +103,12 @@ class Comparison:
             "drafts": self.agreement.counts_of_drafts,
             "tokens": self.agreement.counts_of_tokens,
             "differing": [
-                {"prompt": prompt, **asdict(one), "near_tie": one.near_tie}
+                {
+                    "prompt": prompt,
+                    **asdict(one),
+                    "gap": one.gap if math.isfinite(one.gap) else None,
+                    "near_tie": one.near_tie,
+                }
                 for prompt, one in [*self.agreement.drafts, *self.agreement.tokens]
             ],
         }

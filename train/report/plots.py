@@ -154,11 +154,11 @@ def _draw_draft_length(
     mtp_rows: Sequence[dict[str, Any]],
 ) -> None:
     k = [row["k"] for row in trained_rows]
-    trained, low, high = (
-        [row[name] for row in trained_rows] for name in ("acceptance_length", "low", "high")
+    trained, low, high = (  # bounds that are unknown are NaN
+        np.array([row[name] for row in trained_rows], float) for name in ("acceptance_length", "low", "high")
     )
     # The perfect line leaves the axes where drafts are long and few of their tokens are accepted.
-    axes.set(ylim=(0.75, min(k[-1] + 1.35, 1.3 * max(high))), xticks=k)
+    axes.set(ylim=(0.75, min(k[-1] + 1.35, 1.3 * np.nanmax([trained, high]))), xticks=k)
     axes.set(xlabel="draft length k (tokens)", ylabel="tokens per target forward")
     axes.plot(k, [n + 1 for n in k], color=MUTED, linewidth=1, linestyle=":", label="perfect")
     axes.fill_between(k, low, high, color=PALE, linewidth=0, zorder=1)
@@ -171,7 +171,7 @@ def _draw_draft_length(
         axes.annotate(
             f"{value:.2f}", (n, value), (0, -15), textcoords="offset points", ha="center", color=ACCENT
         )
-    axes.legend(loc="upper left")
+    _legend_next_to(axes)
 
 
 def _draw_positions(axes: Axes, stats: dict[str, Any]) -> None:
@@ -222,6 +222,11 @@ def _draw_curves(
     axes.set_ylim(bottom=bottom)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+    _legend_next_to(axes)
+
+
+def _legend_next_to(axes: Axes) -> None:
+    """Add the legend to the right of the axes, where it covers no curve."""
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 

@@ -39,7 +39,7 @@ def test_sources_are_not_mixed_in_an_interval() -> None:
 
 @pytest.mark.parametrize(
     ("drafts", "accepted", "expected"),
-    [([4, 8, 2], [0, 0, 0], (1.0, 1.0, 1.0)), ([4], [2], (1.5, np.nan, np.nan)), ([], [], (np.nan,) * 3)],
+    [([4, 8, 2], [0, 0, 0], (1.0, 1.0, 1.0)), ([4], [2], (1.5, None, None)), ([], [], (np.nan, None, None))],
 )
 def test_values_without_spread_and_too_few_prompts(
     drafts: list[int], accepted: list[int], expected: tuple[float, ...]

@@ -1,5 +1,7 @@
 """The verdict on counts and differences of both sides."""
 
+import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -30,6 +32,7 @@ def comparison(
             drafts=[(0, one) for one in drafts],
             num_tokens=800,
             tokens=[(0, one) for one in tokens],
+            completions={},
         ),
         dtype=dtype,
     )
@@ -70,6 +73,19 @@ def test_of_a_quantized_target_the_acceptance_lengths_are_judged() -> None:
     assert first == "acceptance lengths differ by 5.4%"
     assert second.startswith("acceptance at position 1 is 0.80x")
     assert replace(comparison([], [], num_compared=0), quantized=True).failures == ["vLLM drafted nothing"]
+
+
+def test_of_a_quantized_target_drafts_that_all_pass_the_completions_end_show_nothing() -> None:
+    none = AcceptanceStats.from_lengths(4, [])
+    short = replace(comparison([], []), quantized=True, by_prompt=[(none, none)] * NUM_PROMPTS)
+    [failure] = short.failures
+    assert failure.startswith("no draft of 4 tokens is within a completion")
+
+
+def test_the_numbers_are_json_also_where_a_token_has_no_logit() -> None:
+    outside = replace(FAR, gap=math.inf)
+    [found] = comparison([outside], []).to_json()["differing"]
+    assert json.loads(json.dumps(found, allow_nan=False))["gap"] is None
 
 
 def test_of_a_quantized_target_acceptance_at_each_position_is_judged_by_prompt() -> None:

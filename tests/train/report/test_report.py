@@ -1,3 +1,4 @@
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -5,6 +6,7 @@ from typing import Any
 
 import matplotlib
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from eagle31.json_files import read_json, write_json, write_jsonl
@@ -18,6 +20,7 @@ from tests.train.report.finished_run import (
     statistics,
 )
 from train.report.card import model_card
+from train.report.plots import run_panels
 from train.report.report import write_page, write_report
 from train.report.results import Report, format_results
 
@@ -78,9 +81,26 @@ def test_full_report(tmp_path: Path) -> None:
     html = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
     assert not re.findall(r"@import|url\(|https?://", html)
     measured = evaluation() | {"trained": acceptance(0.6, num_prompts=1)}
+    json.dumps(measured, allow_nan=False)
     assert "95 % interval unknown" in report(tmp_path, finished_metrics(), measured).text
     height, width, _ = imread(tmp_path / "report" / "summary.png").shape
     assert 2 < width / height < 4
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.6, 0.99])
+def test_no_legend_covers_a_curve(rate: float) -> None:
+    panels = run_panels(finished_metrics(), evaluation() | {"trained": acceptance(rate)}, 360)
+    figure = Figure((4.9, 3.1), layout="constrained")
+    for panel in panels.values():
+        axes = figure.subplots()
+        panel.draw(axes)
+        figure.draw_without_rendering()
+        covered = axes.get_legend().get_window_extent()
+        paths = [axes.transData.transform_path(line.get_path()) for line in axes.get_lines()]
+        boxes = [bar.get_window_extent() for bar in axes.patches]
+        assert not any(path.intersects_bbox(covered, filled=False) for path in paths)
+        assert not any(covered.overlaps(box) for box in boxes)
+        figure.clear()
 
 
 def test_drift_is_shown_where_it_was_measured(tmp_path: Path) -> None:
@@ -112,6 +132,15 @@ def test_what_decoding_contradicts_is_a_warning(tmp_path: Path, part: str) -> No
     assert "5 of 8 identical, 1 near-tie, 2 different" in table
     assert f"Decoded by {measured['engine']}; replayed from {measured['states']}." in table
     assert "drafter is untrained" in format_results(measured, run_info() | {"best_step": 0, "report": "page"})
+
+
+def test_decoding_that_was_compared_with_nothing_is_a_warning() -> None:
+    measured = evaluation()
+    measured["decoding"]["completions"] = dict.fromkeys(("num_identical", "num_near_tie", "num_different"), 0)
+    measured["decoding"]["completions"]["num_not_compared"] = 8
+    assert "Decoding was not checked" in format_results(measured)
+    measured["decoding"]["completions"] |= {"num_identical": 1, "num_not_compared": 7}
+    assert "WARNING" not in format_results(measured)
 
 
 @pytest.mark.usefixtures("undrawn")
