@@ -141,10 +141,18 @@ def host_memory(sizes: RunSizes, cluster: Cluster) -> Room:
     shorter = "Lower train.row_tokens and data.max_tokens, or start fewer processes."
     if not cluster.gpus_per_node:
         size = sizes.trainer(cluster.num_ranks, "cpu").total + _PROCESS_BYTES
-        uses.append(Use("training", processes * size, shorter))
-        if config.capture.mode is CaptureMode.online and config.capture.source is CaptureSource.hf:
-            remedy = "Set capture=hf, or start fewer processes."
-            uses.append(Use("the target", processes * sizes.target.checkpoint_bytes, remedy))
+        training = Use("training", processes * size, shorter)
+        in_processes, online = (
+            config.capture.source is CaptureSource.hf,
+            config.capture.mode is CaptureMode.online,
+        )
+        copies = processes if in_processes else int(not config.vllm.servers)
+        remedy = "Set capture=hf" if online else "Use a machine with more memory"
+        target = Use(
+            "the target", copies * sizes.target.checkpoint_bytes, f"{remedy}, or start fewer processes."
+        )
+        # Offline the target has ended before training starts.
+        uses += [training, target] if online else [max(training, target, key=lambda use: use.num_bytes)]
     elif config.deepspeed.offload_optimizer:
         size = 4 * _STATES * sizes.num_parameters // cluster.num_nodes
         uses.append(Use("the optimizer", size, "Set deepspeed.offload_optimizer=false."))

@@ -49,7 +49,7 @@ class TargetPlacement:
     # Arguments of vLLM's engine that follow from the placement, in addition to vllm.engine_args.
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     held_bytes: int = 0  # of each GPU that trains, while it trains
-    remedy: str = ""  # where bytes_per_gpu do not fit; empty: that has been checked
+    remedy: str = ""  # where bytes_per_gpu do not fit; empty: that has been checked, or cannot be
 
 
 def place_target(sizes: RunSizes, cluster: Cluster, *, writing: bool = False) -> TargetPlacement:
@@ -84,7 +84,9 @@ def _in_transformers(sizes: RunSizes, cluster: Cluster, copies: int) -> TargetPl
         copies, gpus = cluster.num_nodes, max(1, cluster.gpus_per_node)
         where = f"spread over the {gpus} GPUs of a node, which compute in turn"
     size = sizes.target.checkpoint_bytes // gpus
-    remedy = "Set capture=vllm with vllm.engine_args.tensor_parallel_size, or target.device_map=auto."
+    remedy = "Set target.engine=vllm."
+    if sizes.config.capture.source is CaptureSource.hf:
+        remedy = "Set capture=vllm with vllm.engine_args.tensor_parallel_size, or target.device_map=auto."
     return TargetPlacement(
         "shared",
         copies,
@@ -110,7 +112,8 @@ def _in_torchspec(sizes: RunSizes, cluster: Cluster) -> TargetPlacement:
             remedy = "With several nodes, start Ray on each of them and set it: `stages=[plan]` prints how."
             raise UserError(RAY_ADDRESS, "", remedy)
         free = cluster.gpus_per_node - cluster.processes_per_node
-    if cluster.gpus_per_node and engines * gpus > free and (by_run or cluster.target_nodes):
+    known = bool(cluster.gpus_per_node and (by_run or cluster.target_nodes))
+    if known and engines * gpus > free:
         remedy = (
             f"The engines take {engines * gpus} GPUs, and {max(0, free)} have no training process: start "
             f"fewer (--nproc-per-node of torchrun), or start Ray on other nodes and set {RAY_ADDRESS}."
@@ -119,7 +122,8 @@ def _in_torchspec(sizes: RunSizes, cluster: Cluster) -> TargetPlacement:
     counts = f"{counted(engines, 'engine')} of {counted(gpus, 'GPU')}"
     where = f"TorchSpec, {counts} ({sizes.config.torchspec.engine.value}) in Ray"
     size = sizes.target.checkpoint_bytes // gpus
-    return TargetPlacement("apart", engines, gpus, size, where, num_at_work=engines * gpus)
+    remedy = "Raise torchspec.gpus_per_engine, or use larger GPUs." if known else ""
+    return TargetPlacement("apart", engines, gpus, size, where, num_at_work=engines * gpus, remedy=remedy)
 
 
 def _in_servers(sizes: RunSizes, cluster: Cluster, *, writing: bool = False) -> TargetPlacement:

@@ -33,6 +33,7 @@ class Shortage:
     needed_bytes: int
     available_bytes: int
     remedy: str
+    stages: tuple[Stage, ...]  # that need it
 
     def __str__(self) -> str:
         needed, available = gigabytes(self.needed_bytes), gigabytes(self.available_bytes)
@@ -114,7 +115,7 @@ def run_way(sizes: RunSizes, work: Work, cluster: Cluster, given: Sequence[str] 
     """Return what the run takes on these nodes, with its commands if the user's arguments are given."""
     config = sizes.config
     memory = sizes.trainer(cluster.num_ranks, "cuda" if cluster.gpus_per_node else "cpu")
-    target = servers = hours = refusal = None
+    target = writers = servers = hours = refusal = None
     try:
         target, writers = place_target(sizes, cluster), place_target(sizes, cluster, writing=True)
         servers = next((one for one in (target, writers) if one.server is not None), None)
@@ -122,7 +123,7 @@ def run_way(sizes: RunSizes, work: Work, cluster: Cluster, given: Sequence[str] 
         check_divisible(config.train.rows_per_step, cluster.num_ranks, config.train.row_ranks)
     except UserError as error:
         refusal = str(error)
-    shortages = list(_shortages(sizes, cluster, memory, target))
+    shortages = list(_shortages(sizes, cluster, memory, target, writers))
     typed = []
     if given is not None and target is not None and refusal is None and not shortages:
         typed = commands(given, config, cluster, target)
@@ -139,14 +140,17 @@ def check_gpu_memory(config: RunConfig, cluster: Cluster, stages: Collection[Sta
         return
     sizes = RunSizes(config)
     for shortage in run_way(sizes, run_work(sizes, {}), cluster).shortages:
-        trains = shortage.field == "train.row_tokens"
-        least = shortage.needed_bytes * (1 - TOLERANCE) if trains else shortage.needed_bytes
-        if (Stage.train if trains else Stage.capture) in stages and least > cluster.gpu_bytes:
+        least = shortage.needed_bytes * (1 - TOLERANCE if Stage.train in shortage.stages else 1)
+        if not set(shortage.stages).isdisjoint(stages) and least > cluster.gpu_bytes:
             raise UserError(shortage.field, shortage.value, f"By the plan's estimate, {shortage}")
 
 
 def _shortages(
-    sizes: RunSizes, cluster: Cluster, memory: TrainerMemory, target: TargetPlacement | None
+    sizes: RunSizes,
+    cluster: Cluster,
+    memory: TrainerMemory,
+    target: TargetPlacement | None,
+    writers: TargetPlacement | None,
 ) -> Iterator[Shortage]:
     """Yield what does not fit a GPU. Servers of vLLM have been checked where they were placed."""
     if cluster.gpu_bytes is None:
@@ -155,11 +159,15 @@ def _shortages(
     if memory.total > available:
         remedy = f"It needs less with {sizes.smaller_training(cluster.num_ranks)}."
         value = sizes.config.train.row_tokens
-        yield Shortage("train.row_tokens", value, "training", memory.total, available, remedy)
-    available = int(cluster.gpu_bytes * TARGET_FRACTION)
-    if target is not None and target.remedy and target.bytes_per_gpu > available:
-        model, needed = sizes.config.target.model, target.bytes_per_gpu
-        yield Shortage("target.model", model, "the target", needed, available, target.remedy)
+        stages = (Stage.train,)
+        yield Shortage("train.row_tokens", value, "training", memory.total, available, remedy, stages)
+    available, model = int(cluster.gpu_bytes * TARGET_FRACTION), sizes.config.target.model
+    written = (Stage.data,) if sizes.config.data.regenerate.enabled else ()
+    for placed, stages in ((target, (Stage.capture,)), (writers, (*written, Stage.answers, Stage.evaluate))):
+        if placed is not None and placed.remedy and placed.bytes_per_gpu > available:
+            needed, remedy = placed.bytes_per_gpu, placed.remedy
+            yield Shortage("target.model", model, "the target", needed, available, remedy, stages)
+            return
 
 
 def _notes(sizes: RunSizes, here: bool) -> Iterator[str]:

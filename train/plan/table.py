@@ -84,9 +84,8 @@ def hours_lines(found: Hours | None) -> list[_Line]:
         return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
     parts = [f"training {shown(found.train)}", f"capture {shown(found.capture)}"]
-    bound = ""
-    if found.regenerate:
-        bound = "at least "
+    bound = "at least " if found.regenerate else ""
+    if found.regenerate != 0:
         parts.append(f"regeneration {bound}{shown(found.regenerate)}")
     total = "" if found.total is None else f"{bound}{shown(found.total)} in all: "
     return [("hours", f"{total}{', '.join(parts)} ({found.how})")]
@@ -155,7 +154,9 @@ def work_lines(work: Work) -> list[_Line]:
         ("FLOPs of training", shown(work.train_flops)),
         ("FLOPs of capture", shown(work.capture_flops)),
     ]
-    if (written := work.completions) and written.tokens:
+    if (written := work.completions) is None:
+        lines.append(("FLOPs of regeneration", shown(None)))
+    elif written.tokens:
         flops = written.prefill_flops + written.decoding_flops
         generated = f"{written.tokens:,} tokens generated in {written.steps:,} steps"
         lines.append(("FLOPs of regeneration", f"{shown(flops)}, {generated}"))

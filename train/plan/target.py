@@ -83,9 +83,18 @@ def _checkpoint_bytes(target: TargetConfig, config: PreTrainedConfig, parameters
     path = Path(target.model).expanduser()
     if path.is_dir():
         return sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    dtype = target.dtype if target.dtype != "auto" else (config.dtype or config.get_text_config().dtype)
-    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    return parameters.total * (dtype.itemsize if isinstance(dtype, torch.dtype) else _DEFAULT_BYTES)
+    return parameters.total * planned_dtype(target, config).itemsize
+
+
+def planned_dtype(target: TargetConfig, config: PreTrainedConfig) -> torch.dtype:
+    """Return the target's dtype: the given one, else the checkpoint's, and bfloat16 if that has none.
+
+    Raises:
+        UserError: the given one is none that a target could have.
+    """
+    given = TargetSpec(target.model, dtype=target.dtype).torch_dtype
+    dtype = given or config.dtype or config.get_text_config().dtype or torch.bfloat16
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from data.samples import StateShape
 from data.store.codec import Rows, encoded_bytes
 from data.target.architecture import attention_flops, cached_elements
@@ -20,7 +18,7 @@ from train.plan.cluster import Cluster
 from train.plan.earlier import made_with
 from train.plan.placement import TargetPlacement
 from train.plan.sizes import RunSizes
-from train.plan.target import ALONE_FRACTION, BATCHED_SEQUENCES, Parallelism
+from train.plan.target import ALONE_FRACTION, BATCHED_SEQUENCES, Parallelism, planned_dtype
 
 _HOUR = 3600
 _CACHED_BYTES = 2  # of an element of the key-value cache
@@ -223,8 +221,7 @@ def _store_bytes(sizes: RunSizes, samples: _Samples) -> int | None:
 
 def _encoded_bytes(sizes: RunSizes, codec: str, num_tokens: int, fraction: float) -> int:
     drafter = sizes.drafter
-    # bfloat16 if the dtype is unknown.
-    dtype = getattr(torch, sizes.config.target.dtype, torch.bfloat16)
+    dtype = planned_dtype(sizes.config.target, sizes.target_config)
     rows = Rows(num_tokens, num_tokens, round(num_tokens * fraction))
     shape = StateShape(len(drafter.aux_layer_ids), drafter.target_hidden_size, dtype)
     return encoded_bytes(codec, rows, shape)

@@ -280,6 +280,30 @@ def test_a_target_that_does_not_fit_is_refused() -> None:
         check_gpu_memory(config, Cluster(1, 8, 8, int(141e9)), [Stage.capture, Stage.train])
 
 
+def test_a_target_that_only_writes_in_transformers_has_to_fit_a_gpu() -> None:
+    one, two = planned("llama3_3_70b", "target.engine=hf").ways
+    for way in (one, two):
+        [shortage] = way.shortages
+        assert str(shortage).startswith("the target needs 141 GB of each GPU")
+        assert shortage.remedy == "Set target.engine=vllm."
+    config = composed("llama3_3_70b", "target.engine=hf")
+    check_gpu_memory(config, one.cluster, [Stage.capture, Stage.train])
+    with pytest.raises(UserError, match="the target needs 141 GB"):
+        check_gpu_memory(config, one.cluster, [Stage.answers])
+
+
+def test_torchspecs_engines_have_to_hold_the_target() -> None:
+    refused = planned("kimi_k2_6", "capture=torchspec", "torchspec.gpus_per_engine=2").ways[1]
+    assert ["Raise torchspec.gpus_per_engine" in str(one) for one in refused.shortages] == [True]
+    assert planned("kimi_k2_6", "capture=torchspec").ways[1].works
+
+
+def test_hours_of_regeneration_that_are_unknown_are_said_to_be() -> None:
+    table = format_plan(planned("qwen3_8b", "data.max_samples=null", "train.max_steps=1000"))
+    assert "capture 0.141, regeneration unknown (" in table
+    assert "regeneration" not in format_plan(planned("qwen3_8b", "data.regenerate.enabled=false"))
+
+
 OTHERS = ["data.max_samples=1000", "drafter.aux_layer_ids=[2,18,34]"]
 
 
@@ -327,6 +351,12 @@ def test_the_memory_of_the_host_holds_the_spool_the_optimizer_and_rows_in_chunks
         sizes_on_cpu = RunSizes(composed(recipe, *settings))
         [training] = host_memory(sizes_on_cpu, Cluster(1, 0, 1, None)).uses
         assert training.num_bytes == pytest.approx(measured * 1e6, rel=0.15)
+    # A target that ends before training has to fit, too; online, both are there at once.
+    for mode, expected in (("hf", ["the target"]), ("hf_online", ["training", "the target"])):
+        large = RunSizes(composed("qwen3_8b", "machine=cpu", f"capture={mode}"))
+        uses = host_memory(large, Cluster(1, 0, 2, None)).uses
+        assert [use.what for use in uses] == expected
+        assert uses[-1].num_bytes == pytest.approx(2 * 16.4e9, rel=0.01)
     for total, fits in ((10**12, True), (10**11, False)):
         monkeypatch.setattr("train.plan.disk.host_bytes", lambda total=total: total)
         assert (host_memory(sizes, Cluster(2, 8, 8, int(80e9))).remedy == "") == fits
@@ -409,6 +439,11 @@ def test_states_take_what_the_data_stage_counted_and_those_of_held_out_prompts_a
     assert work.store_bytes == 10_000 * 5 + (3 * 10_000 + 7_500) * (4096 + 1)
     held_out = (config.data.num_validation + 2 * config.data.num_test) * 200  # sampled answers, too
     assert work.held_out_bytes == held_out * 5 + 3.75 * held_out * 4096 * 2
+    assert run_work(
+        RunSizes(composed("qwen3_8b", "capture=hf", "target.dtype=float32")), summary
+    ).held_out_bytes == (held_out * 5 + 3.75 * held_out * 4096 * 4)
+    small = RunSizes(composed("quickstart", "capture=hf", "capture.codec=exact"))  # whose dtype is float32
+    assert run_work(small, summary).store_bytes == 10_000 * 5 + (3 * 10_000 + 7_500) * 128 * 4
     online = run_work(RunSizes(composed("qwen3_8b", "capture=hf_online")), summary)
     assert online.held_out_bytes == work.held_out_bytes
     given = run_work(RunSizes(composed("qwen3_8b", "data.regenerate.enabled=false")), summary)
