@@ -40,6 +40,12 @@ def test_a_sample_is_printed_in_brackets(tmp_path: Path, target: Path) -> None:
         assert line in done.out
 
 
+def test_a_limit_of_no_tokens_is_refused(tmp_path: Path, target: Path) -> None:
+    done = run_command(SCRIPT, "data.jsonl", "--tokenizer", target, "--max-tokens", -5, directory=tmp_path)
+    assert (done.status, done.out) == (2, "")
+    assert "--max-tokens=-5: It must be at least 1" in done.err
+
+
 def test_what_is_left_out_is_listed_with_the_reason(tmp_path: Path, target: Path) -> None:
     turns = list(conversation("", "what", "six", "and", "four", "q").messages)
     messages = [turns[1], *turns, {"role": "user", "content": " "}]
