@@ -15,6 +15,8 @@ class UserError(ValueError):
     """
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
+        if value is None:
+            value = "null"  # as recipes and the command line have it
         text = str(value)
         shown = HIDDEN if is_secret_name(field) and value else without_credentials(text)
         if shown != text:

@@ -48,6 +48,7 @@ def test_an_error_has_no_secret_in_any_part() -> None:
     error = UserError("a=http://u:secret@h", "http://u:secret@h", "http://u:secret@h does not answer.")
     for one in (error, pickle.loads(pickle.dumps(error))):
         assert "secret" not in repr([str(one), one.field, one.value, one.remedy])
+    assert str(UserError("data.train", None, "Give it.")) == "data.train=null: Give it."
     assert str(UserError("VLLM_API_KEY", "", "Run export VLLM_API_KEY=$(make).")).endswith("=$(make).")
     assert (
         str(UserError("VLLM_API_KEY", "abc", "abc is short.")) == "VLLM_API_KEY=(hidden): (hidden) is short."

@@ -36,6 +36,13 @@ from train.target import Target
 
 Prompts = list[list[int]]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Arguments of vLLM's engine with which it would serve something else than what it is compared with.
+_SET_HERE = {
+    "model": "Give --target.",
+    "revision": "Give --revision.",
+    "dtype": "Give --dtype.",
+    "speculative_config": "Give the drafter as EXPORT, and -k.",
+}
 
 
 def add_arguments(
@@ -182,8 +189,15 @@ def log_file(json_file: Path | None, name: str) -> Path:
 
 
 def parse_engine_arguments(pairs: Sequence[str]) -> dict[str, Any]:
-    """Parse pairs like `tensor_parallel_size=2 quantization=fp8`, as OmegaConf does."""
-    return typing.cast(dict[str, Any], OmegaConf.to_object(OmegaConf.from_dotlist(list(pairs))))
+    """Parse pairs like `tensor_parallel_size=2 quantization=fp8`, as OmegaConf does.
+
+    Raises:
+        UserError: an option of the command sets an argument.
+    """
+    found = typing.cast(dict[str, Any], OmegaConf.to_object(OmegaConf.from_dotlist(list(pairs))))
+    for name in found.keys() & _SET_HERE.keys():
+        raise UserError("--engine-args", f"{name}={found[name]}", _SET_HERE[name])
+    return found
 
 
 def announce(message: str) -> None:
@@ -211,7 +225,7 @@ def find_prompts(
         prompts = [row["input_ids"][: row["num_prompt_tokens"]] for row in rows]
     else:
         remedy = "It is not the export of a run; give prompts with --prompts FILE."
-        raise UserError("--prompts", None, remedy)
+        raise UserError("--prompts", "", remedy)
     source = str(file or held_out)
     if not prompts:
         raise UserError("--prompts", source, "It has no prompt; give a JSONL file of conversations.")

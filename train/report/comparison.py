@@ -32,13 +32,14 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
     """
     runs = []
     for directory in directories:
+        report = read_report(directory)
         configuration = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
         settings = {
             name: "none" if value is None else str(value)
             for name, value in dotted(configuration)
             if not name.startswith(_LEFT_OUT)
         }
-        runs.append(Run(str(directory), read_report(directory), settings))
+        runs.append(Run(str(directory), report, settings))
     return runs
 
 

@@ -39,7 +39,7 @@ def hub_token() -> str:
     token = get_token()
     if token is None:
         remedy = "Log in with `hf auth login`, or set it in the environment, to a token with write access."
-        raise UserError(TOKEN, None, remedy)
+        raise UserError(TOKEN, "", remedy)
     return token
 
 

@@ -11,6 +11,7 @@ from tests.data.conversations.chat_templates import byte_level_tokenizer
 from train.evaluation.serving_inputs import (
     check_prompts,
     find_prompts,
+    parse_engine_arguments,
     run_directory,
 )
 
@@ -53,6 +54,13 @@ def test_default_is_the_held_out_prompts_of_the_run(tmp_path: Path) -> None:
     earlier = tmp_path / "artifacts" / "export-0" / "checkpoint"
     earlier.mkdir(parents=True)
     assert run_directory(earlier) is None  # its speed is not to replace that of the run's export
+
+
+@pytest.mark.parametrize("argument", ["dtype=float16", "model=another", "speculative_config={method: mtp}"])
+def test_arguments_of_the_engine_that_options_set_are_refused(argument: str) -> None:
+    assert parse_engine_arguments(["tensor_parallel_size=2"]) == {"tensor_parallel_size": 2}
+    with pytest.raises(UserError, match=r"--engine-args=.*Give "):
+        parse_engine_arguments([argument])
 
 
 def test_prompts_that_are_too_long_are_refused(tmp_path: Path) -> None:

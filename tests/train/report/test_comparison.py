@@ -64,6 +64,12 @@ def test_sampled_completions_are_compared_only_where_they_are_the_same(tmp_path:
     assert ["[" in cell for cell in rows(lines)["temperature 1, k = 4"]] == [False, True, False]
 
 
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    done = run_command("scripts/report", finished(tmp_path / "a", 0.5), tmp_path)
+    assert done.status == 2
+    assert f"RUN={tmp_path}: It has no report" in done.err
+
+
 def test_the_command_compares_several_runs_and_writes_the_page_of_one(tmp_path: Path) -> None:
     runs = [finished(tmp_path / name, rate) for name, rate in (("a", 0.5), ("b", 0.6), ("c", 0.7))]
     assert "run 3" in run_command("scripts/report", *runs).out
