@@ -132,8 +132,11 @@ def _draw_loss(axes: Axes, train: Sequence[dict[str, Any]]) -> None:
     curves = []
     for depth in range(max(len(record["depth"]) for record in train)):
         records = [record for record in train if depth < len(record["depth"])]
-        points = _bin_means([r["step"] for r in records], [r["depth"][depth]["loss"] for r in records])
-        curves.append((f"token {depth + 1}", *points))
+        points = np.array([(record["step"], record["depth"][depth]["loss"]) for record in records])
+        # Means of neighbouring points.
+        means = [part.mean(axis=0) for part in np.array_split(points, min(len(points), _NUM_BINS))]
+        x, y = np.transpose(means).tolist()
+        curves.append((f"token {depth + 1}", x, y))
     _draw_curves(axes, curves, "nats per token", markersize=0 if len(curves[0][1]) > 1 else 4)
 
 
@@ -235,12 +238,3 @@ def _percent_axis(axes: Axes, label: str) -> None:
     axes.set(ylim=(0, 1.2), yticks=np.linspace(0, 1, 6), ylabel=label)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.legend(loc="upper left", ncols=3)
-
-
-def _bin_means(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return means over at most _NUM_BINS runs of neighbouring points. [N] -> [M], [M]."""
-    size = -(-len(steps) // _NUM_BINS)
-    starts = np.arange(0, len(steps), size)
-    counts = np.diff([*starts, len(steps)])
-    x, y = (np.add.reduceat(np.asarray(series, dtype=float), starts) / counts for series in (steps, values))
-    return x.tolist(), y.tolist()
