@@ -1,5 +1,7 @@
 """The exception for errors that a user can correct."""
 
+import json
+
 from eagle31.credentials import HIDDEN, is_secret_name, without_credentials, without_url_credentials
 
 
@@ -15,8 +17,8 @@ class UserError(ValueError):
     """
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
-        if value is None:
-            value = "null"  # as recipes and the command line have it
+        if value is None or isinstance(value, bool):
+            value = json.dumps(value)  # as in YAML
         text = str(value)
         shown = HIDDEN if is_secret_name(field) and value else without_credentials(text)
         if shown != text:

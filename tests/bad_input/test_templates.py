@@ -73,7 +73,7 @@ RUNS = [
     Case(
         "no_template",
         (),
-        ("error: target.chat_template=None", "no chat template"),
+        ("error: target.chat_template=null", "no chat template"),
         without("chat_template.jinja"),
     ),
     Case(
@@ -104,7 +104,7 @@ RUNS = [
     Case(
         "argument_of_ours",
         ("data.template_kwargs.add_generation_prompt=true",),
-        ("data.template_kwargs.add_generation_prompt=True: ",),
+        ("data.template_kwargs.add_generation_prompt=true: ",),
     ),
 ]
 

@@ -49,6 +49,7 @@ def test_an_error_has_no_secret_in_any_part() -> None:
     for one in (error, pickle.loads(pickle.dumps(error))):
         assert "secret" not in repr([str(one), one.field, one.value, one.remedy])
     assert str(UserError("data.train", None, "Give it.")) == "data.train=null: Give it."
+    assert str(UserError("drafter.fc_norm", False, "Give it.")) == "drafter.fc_norm=false: Give it."
     assert str(UserError("VLLM_API_KEY", "", "Run export VLLM_API_KEY=$(make).")).endswith("=$(make).")
     assert (
         str(UserError("VLLM_API_KEY", "abc", "abc is short.")) == "VLLM_API_KEY=(hidden): (hidden) is short."

@@ -108,6 +108,7 @@ def test_the_prompts_that_are_decoded_are_of_all_sources() -> None:
     [
         ({"checkpoint": "./nothing/here"}, "checkpoint"),
         ({"draft_tokens": 0}, "--draft-tokens"),
+        ({"draft_tokens": 8}, "--draft-tokens"),  # as many as --max-new-tokens
         ({"temperature": -1.0}, "--temperature"),
         ({"aux_layer_ids": [1, 2]}, "eagle_aux_hidden_state_layer_ids"),
         ({"aux_layer_ids": [1, 2, 9]}, "drafter.aux_layer_ids"),

@@ -130,10 +130,8 @@ def for_hydra(arguments: Iterable[str]) -> list[str]:
 def _for_hydra(argument: str) -> str:
     key, equals, value = argument.lstrip("+").partition("=")
     if argument.startswith("~"):
-        if not _is_free(key.removeprefix("~")):
-            remedy = (
-                "It has no meaning without a value; only keys of free form, such as these, can be removed: "
-            )
+        if key.removeprefix("~") in FREE_FORM or not _is_free(key.removeprefix("~")):
+            remedy = "It has no meaning without a value; only keys within these can be removed: "
             raise UserError("argument", argument, f"{remedy}{', '.join(FREE_FORM)}.")
         return argument
     if not equals:
@@ -162,7 +160,7 @@ def _for_hydra(argument: str) -> str:
         raise UserError(key, value, f"There is no such key. {remedy}")
     if "list[" in str(known.get(key)) and value[:1] not in ("[", "$", "'", '"') and value != "null":
         raise UserError(key, value, f"It is a list; write it as {key}=[{value}].")
-    return argument
+    return argument.lstrip("+")  # it exists
 
 
 def _is_free(key: str) -> bool:
@@ -196,14 +194,14 @@ def errors_for_users(recipe: str, arguments: Sequence[str]) -> Iterator[None]:
         raise UserError(key, value, remedy) from None
     except (HydraException, OmegaConfBaseException) as error:
         cause = error.__cause__ or error
-        message = str(cause).splitlines()[0].strip()
+        message = str(cause).splitlines()[0].strip().rstrip(".")
         key = str(getattr(cause, "full_key", None) or "")
         # The one that Hydra names, and else the last with the key, which replaces earlier ones.
         reason = str(error)
         named = [argument for argument in arguments if reason.endswith(argument)]
         for argument in [*named, *reversed(arguments)]:
-            given, _, value = argument.lstrip("+").partition("=")
-            if given == key or key.startswith(f"{given}.") or argument in reason:
+            given, _, value = argument.lstrip("+~").partition("=")
+            if given == key or key.startswith(f"{given}.") or argument in reason or f"'{given}'" in reason:
                 if without_credentials(value) != value:
                     message = "It cannot be used"  # Hydra's reason repeats the value, with its secret
                 raise UserError(given, value, f"{message}.") from None

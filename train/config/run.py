@@ -191,6 +191,10 @@ def check_lengths(config: RunConfig) -> None:
     if config.evaluate.max_new_tokens >= row_tokens:
         remedy = f"Prompt and completion must fit a row: lower it, or raise train.row_tokens ({row_tokens})."
         raise UserError("evaluate.max_new_tokens", config.evaluate.max_new_tokens, remedy)
+    longest, k = config.evaluate.max_new_tokens, config.evaluate.draft_tokens
+    if k >= longest:
+        remedy = f"A draft must fit a completion: lower it, or raise evaluate.max_new_tokens ({longest})."
+        raise UserError("evaluate.draft_tokens", k, remedy)
 
 
 def check_sharing(config: RunConfig) -> None:

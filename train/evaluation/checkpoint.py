@@ -214,6 +214,11 @@ def check(settings: CheckpointEvaluation) -> None:
     if settings.draft_tokens > MAX_DRAFT_TOKENS:
         remedy = f"Give at most {MAX_DRAFT_TOKENS}: a longer draft is never accepted to its end."
         raise UserError("--draft-tokens", settings.draft_tokens, remedy)
+    if settings.draft_tokens >= settings.max_new_tokens:
+        remedy = (
+            f"A draft must fit a completion: lower it, or raise --max-new-tokens ({settings.max_new_tokens})."
+        )
+        raise UserError("--draft-tokens", settings.draft_tokens, remedy)
     if not 0 <= settings.temperature <= MAX_TEMPERATURE:
         remedy = f"Give 0 (that temperature only), or at most {MAX_TEMPERATURE}."
         raise UserError("--temperature", settings.temperature, remedy)

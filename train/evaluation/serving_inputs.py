@@ -83,7 +83,8 @@ def check_arguments(arguments: argparse.Namespace) -> Path:
     Raises:
         UserError: it is missing, or an argument can be refused before any weight is read.
     """
-    for name in ("k", "concurrency", "max_new_tokens", "num_prompts", "rounds", "num_requests"):
+    names = ("k", "concurrency", "max_new_tokens", "max_num_seqs", "num_prompts", "rounds", "num_requests")
+    for name in names:
         given = getattr(arguments, name, None)
         for value in given if isinstance(given, list) else [given]:
             if value is not None and value < 1:

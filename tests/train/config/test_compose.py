@@ -44,12 +44,15 @@ def test_a_missing_recipe_or_value_is_refused_with_what_to_give() -> None:
         ("data.train=[a", "quotes"),
         ("quickstart", "key=value"),
         ("output_dir=${nowhere}/runs", "nowhere"),
+        ("~data.template_kwargs", "within these"),
+        ("~vllm.engine_args.x", "does not exist."),
     ],
 )
 def test_a_mistake_is_named_with_its_remedy(argument: str, remedy: str) -> None:
     with pytest.raises(UserError) as caught:
         composed([*NEEDED, argument])
     field, _, value = argument.lstrip("+").partition("=")
+    assert caught.value.field in (field, "argument", field.removeprefix("~"))
     if value:
         assert (caught.value.field, str(caught.value.value)) == (field, value)
     assert remedy in caught.value.remedy
@@ -68,6 +71,10 @@ def test_a_path_may_begin_with_the_home_directory(monkeypatch: pytest.MonkeyPatc
     config = composed([*NEEDED, "output_dir=~/x", *named])
     assert (config.output_dir, config.capture.store) == ("/home/one/x", "/home/one/store")
     assert config.data.sources["mine"].source == "/home/one/a.jsonl"
+
+
+def test_a_plus_has_no_meaning_for_keys_that_exist() -> None:
+    assert composed([*NEEDED, "+train.max_steps=3"]).train.max_steps == 3
 
 
 def test_free_mappings_take_any_key_and_named_members_any_name() -> None:

@@ -63,6 +63,12 @@ def test_values_that_do_not_go_together_are_refused_with_their_field(key: str, v
     assert caught.value.remedy.endswith(".")
 
 
+def test_a_draft_has_to_fit_a_completion() -> None:
+    check(composed("any_target", *NEEDED, "evaluate.max_new_tokens=5"))
+    with pytest.raises(UserError, match=r"evaluate\.draft_tokens=4: .*max_new_tokens \(4\)"):
+        check(composed("any_target", *NEEDED, "evaluate.max_new_tokens=4"))
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
