@@ -233,6 +233,20 @@ def made_by_main(make: Callable[[], Any], world: World) -> Any:
     return json.loads(read_when_set(shared_values(), name))
 
 
+def told_by_nodes(value: str | None, world: World) -> list[str]:
+    """Return the value of the first process of each node, by node; the others wait for all.
+
+    Every rank calls, in the same order as `made_by_main`. It raises what `wait_until` does.
+
+    Args:
+        value: None on other processes.
+    """
+    name = f"told/{next(_numbers)}"
+    if value is not None:
+        shared_values().set(f"{name}/{world.node_rank}", value)
+    return [read_when_set(shared_values(), f"{name}/{node}") for node in range(world.num_nodes)]
+
+
 def node_address() -> str:
     """Return the address under which the other nodes of the run reach this one.
 

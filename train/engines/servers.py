@@ -20,7 +20,7 @@ from data.target.parts import CapturedTarget
 from train.config.capture import CaptureConfig
 from train.config.run import RunConfig
 from train.config.vllm import VllmConfig
-from train.distributed import World, made_by_main, node_address, read_when_set, shared_values
+from train.distributed import World, made_by_main, node_address, told_by_nodes
 from train.plan.target import Parallelism, longest_prompt, target_size
 
 _LOOPBACK = "127.0.0.1"
@@ -94,8 +94,7 @@ class RunServers:
         self._vllm, self._settings, self._world, self._log = vllm, settings, world, log
         self._process: ServerProcess | None = None
         self._captures: bool | None = None  # whether the servers that run can capture; None: none runs
-        self._ready = False
-        self._num_starts = 0
+        self._urls: list[str] = []  # by node, once the servers that this run has started are ready
         self._key: str | None = os.environ.get(KEY_VARIABLE)  # of the servers that the recipe names
 
     @property
@@ -118,7 +117,6 @@ class RunServers:
             return
         self.close()
         self._captures = captures
-        self._num_starts += 1
         self._key = made_by_main(lambda: secrets.token_urlsafe(32), self._world)
         if self._world.leads_node:
             settings = self._settings(captures)
@@ -134,15 +132,15 @@ class RunServers:
             )
 
     def wait_until_ready(self) -> None:
-        """Wait until the server of this node is ready, if this process has started it.
+        """Wait until the servers of all nodes are ready.
 
         Raises:
-            UserError: it ended, or the time limit is over; with the end of its log.
+            UserError: one ended, or the time limit is over; with the end of its log.
         """
-        if self._process is not None and not self._ready:
-            self._process.wait_until_ready(progress=self._world.is_main)
-            shared_values().set(self._address_name(self._world.node_rank), self._process.url)
-            self._ready = True
+        if not self._urls:
+            if self._process is not None:
+                self._process.wait_until_ready(progress=self._world.is_main)
+            self._urls = told_by_nodes(self._process and self._process.url, self._world)
 
     def clients(self, everywhere: bool, senders: int | None = None) -> list[VllmClient]:
         """Return new connections to the servers, once those are ready.
@@ -156,15 +154,14 @@ class RunServers:
         if self.named:
             num_sharing = 1 if everywhere else senders * self._world.num_nodes
             return [self._client(url, num_sharing) for url in self._vllm.servers]
-        nodes = range(self._world.num_nodes) if everywhere else [self._world.node_rank]
-        urls = [read_when_set(shared_values(), self._address_name(node)) for node in nodes]
+        urls = self._urls if everywhere else [self._urls[self._world.node_rank]]
         num_sharing = 1 if everywhere else senders
         return [self._client(url, num_sharing) for url in urls]
 
     def close(self) -> None:
         """End the server that this process has started."""
         process, self._process = self._process, None
-        self._captures, self._ready = None, False
+        self._captures, self._urls = None, []
         if process is not None:
             process.close()
 
@@ -180,6 +177,3 @@ class RunServers:
         """Raise UserError if the server that this process has started will not answer any more."""
         if self._process is not None:
             self._process.check()
-
-    def _address_name(self, node: int) -> str:
-        return f"vllm/{self._num_starts}/address/{node}"
