@@ -22,6 +22,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from types import TracebackType
 from typing import NoReturn
 
@@ -132,13 +133,13 @@ def _full_disk() -> str | None:
 def _report(message: str, status: int) -> int:
     """Print the message once, and hand it to torchrun for the table that it prints of a failed process."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file:
-        details = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        with open(error_file, "w") as file:
-            json.dump({"message": {"message": message, "extraInfo": details}}, file)
     # Several processes find the same mistake; torchrun's table has the message of the one that ended first.
     if not error_file or os.environ.get("RANK", "0") == "0":
         print(message, file=sys.stderr, flush=True)
+    if error_file:
+        details = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with suppress(OSError), open(error_file, "w") as file:  # its disk may be the one that is full
+            json.dump({"message": {"message": message, "extraInfo": details}}, file)
     return status
 
 

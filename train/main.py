@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from train.config.compose import compose_config, composed, parse_arguments
-from train.distributed import World, ending, leave_ranks, made_by_main, shared_values, watch_ranks
+from train.distributed import World, ending, leave_ranks, made_by_main, watch_ranks
 from train.stop import Stopped
 
 
@@ -24,11 +24,10 @@ def main() -> None:
         print(OmegaConf.to_yaml(compose_config(arguments.overrides)), end="")
         return
     world = World.from_environment()
-    shared_values()  # an error here cannot be told to the others
+    watch_ranks(world)  # if this cannot reach the others, none can be told
     try:
         overrides = made_by_main(lambda: arguments.overrides, world)
         config = composed(overrides)
-        watch_ranks(world)
         # Only now: this import takes seconds, which a mistake in the configuration need not wait for.
         pause_collection()
         from train.pipeline import run_pipeline

@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from eagle31.errors import UserError
 from tests.bad_input.faults import small_disk
 from tests.runs.forked import ROOT
 from tests.runs.here import run_command
@@ -82,6 +84,15 @@ def test_the_end_of_the_ranks_does_not_replace_an_error(
     assert (outcome.status, outcome.err.startswith("error: output_dir=")) == (2, True)
 
 
+def test_a_rank_that_waits_for_rank_0_from_the_start_watches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Mock()
+    calls.made_by_main.side_effect = UserError("rank 0", "lost", "It has ended.")
+    for name in ("watch_ranks", "made_by_main"):
+        monkeypatch.setattr(distributed, name, getattr(calls, name))
+    assert run_command("train/main.py", "recipe=quickstart").err == "error: rank 0=lost: It has ended.\n"
+    assert [call[0] for call in calls.mock_calls] == ["watch_ranks", "made_by_main"]
+
+
 def test_a_missing_package_names_the_command_that_installs_it() -> None:
     done = run("pass", before="import a_package_that_is_missing")
     assert done.returncode == 2
@@ -99,6 +110,11 @@ def test_torchruns_table_gets_the_message_and_one_rank_prints_it(
     done = run(body, TORCHELASTIC_ERROR_FILE=str(file), RANK=rank)
     assert (done.returncode, done.stderr) == (2, printed)
     assert json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"] == "error: a.b=3: Give 4."
+
+
+def test_a_full_disk_of_torchrun_hides_no_message() -> None:
+    done = run("raise UserError('a.b', 3, 'Give 4.')", TORCHELASTIC_ERROR_FILE="/dev/full", RANK="0")
+    assert (done.returncode, done.stderr) == (2, "error: a.b=3: Give 4.\n")
 
 
 @pytest.mark.parametrize(

@@ -138,9 +138,11 @@ class RunServers:
             UserError: one ended, or the time limit is over; with the end of its log.
         """
         if not self._urls:
+            url = None
             if self._process is not None:
                 self._process.wait_until_ready(progress=self._world.is_main)
-            self._urls = told_by_nodes(self._process and self._process.url, self._world)
+                url = self._process.url
+            self._urls = told_by_nodes(url, self._world)
 
     def clients(self, everywhere: bool, senders: int | None = None) -> list[VllmClient]:
         """Return new connections to the servers, once those are ready.
