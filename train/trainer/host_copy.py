@@ -14,12 +14,8 @@ class HostCopy:
     """
 
     def __init__(self, values: Tensor) -> None:
-        self._values, self._event = values, None
-        if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._values = values.to("cpu", non_blocking=True)  # pinned
+        self._event = torch.cuda.current_stream().record_event() if values.is_cuda else None
 
     def read(self) -> list[Any]:
         """Return the values; waits where the copy has not arrived yet."""
