@@ -1,7 +1,7 @@
 """The keys and values of a layer, and attention to them by its definition.
 
-The definition builds the scores. Decoding uses it, whose queries are few, and so does the plain reference of
-the training step.
+The definition builds the scores. Decoding uses it, whose queries are few, and so does the measurement of
+drift.
 """
 
 from collections.abc import Callable, Sequence

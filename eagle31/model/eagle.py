@@ -13,7 +13,7 @@ from eagle31.model.drafter import Drafter, Prefill
 class EagleDrafter(Drafter):
     """A drafter of chains: each step reads the token before and the state of the step before.
 
-    Training and its plain reference run `prefill` and `rollout_step`; decoding runs the same layers over a
+    Training and `measure_drift` run `prefill` and `rollout_step`; decoding runs the same layers over a
     cache. What differs is passed in:
 
     - `tokens`: embeddings, or their products with the first layer's projections. A training step reads each

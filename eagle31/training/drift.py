@@ -2,8 +2,8 @@
 
 EAGLE 3 was trained for a few speculation steps. At later ones its attention moves from the sink, the first
 token of the document, to the keys of the draft itself, and the state that is fed back grows. Both lose
-acceptance. EAGLE 3.1's two norms are meant to prevent it. This module measures both on a few rows, with the
-plain reference of the rollout.
+acceptance. EAGLE 3.1's two norms are meant to prevent it. This module measures both on a few rows, all of
+which are rolled out over all steps, with attention that builds its scores.
 
 Source: arXiv 2605.09992 for the effect.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from eagle31.kernels.elementwise import widened
 from eagle31.kernels.plain_attention import LayerKeys, attend_by_run
@@ -23,7 +24,7 @@ from eagle31.model.config import DrafterConfig
 from eagle31.model.eagle import EagleDrafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training.batch import PackedBatch, supervised_drafts
-from eagle31.training.reference import reference_rollout
+from eagle31.training.rollout import CHUNK_ROWS, prefill_in_parts
 
 NUM_POSITIONS = 64
 MIN_STEPS = 8  # rolled out where training and serving take fewer, because drift shows at the later ones
@@ -89,12 +90,19 @@ def measure_drift(drafter: EagleDrafter, frozen: FrozenParts, chosen: DriftRows)
     rows = attention.rows
     lm_head = frozen.lm_head or drafter.lm_head
     hits, state_rms = [], []
-    attends = attention.attend_rows, attention.attend
-    steps = reference_rollout(drafter, frozen.embed_tokens, batch, rows, chosen.num_steps, *attends)
-    for step, (state, fed_back) in enumerate(steps):
-        greedy = frozen.target_ids(lm_head(state).argmax(-1))
+    host_rows = torch.arange(len(batch.input_ids))
+    (every_row,) = to_device([host_rows], device)
+    state, keys = prefill_in_parts(
+        drafter, frozen.embed_tokens, batch, every_row, host_rows, attention.attend_rows, CHUNK_ROWS
+    )
+    state = state[rows]
+    for step in range(chosen.num_steps):
+        embeds = F.embedding(batch.input_ids[rows + 1 + step], frozen.embed_tokens)
+        rotation = drafter.rotary(batch.position_ids[rows] + step)
+        normed, state, keys = drafter.rollout_step(step, state, embeds, rotation, attention.attend, keys)
+        greedy = frozen.target_ids(lm_head(normed).argmax(-1))
         hits.append(greedy == batch.input_ids[rows + 2 + step])
-        state_rms.append(fed_back.to(widened(fed_back.dtype)).square().mean(-1).sqrt().mean())
+        state_rms.append(state.to(widened(state.dtype)).square().mean(-1).sqrt().mean())
     return Drift(
         num_positions=len(rows),
         attention=torch.stack(attention.weights).double().cpu().unflatten(0, (chosen.num_steps, -1)),

@@ -1,6 +1,6 @@
 """The training step by its definition: every row at every step, one attention mask, all logits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,15 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.model.shapes import MlaShape, NormedGqaShape
 from eagle31.training.batch import PackedBatch
+from eagle31.training.step import DepthSums
+
+
+def weights_of_layer(weights: Mapping[str, Tensor], layer: int) -> Callable[..., Tensor]:
+    def weight(name: str, kind: str = "weight") -> Tensor:
+        name = f"layers.{layer}.{name}.{kind}"
+        return weights[name] if kind == "weight" else weights.get(name, torch.zeros(()))
+
+    return weight
 
 
 def linear(x: Tensor, weight: Callable[..., Tensor], name: str) -> Tensor:
@@ -90,11 +99,17 @@ def shift(x: Tensor, by: int) -> Tensor:
     return x[index]
 
 
-def naive_states(
-    drafter: Drafter, config: DrafterConfig, frozen: FrozenParts, batch: PackedBatch, num_steps: int
-) -> list[Tensor]:
-    """Return the post-norm states of every row, a tensor [T, H] per step."""
-    weights = dict(drafter.named_parameters())
+def after_attention(residual: Tensor, attended: Tensor, weight: Callable[..., Tensor], eps: float) -> Tensor:
+    """Return a layer's output. residual: [N, H], attended: [N, Hq, Dv]."""
+    hidden = residual + linear(attended.flatten(1), weight, "self_attn.o_proj")
+    normed = rms(hidden, weight("post_attention_layernorm"), eps)
+    gated = F.silu(linear(normed, weight, "mlp.gate_proj")) * linear(normed, weight, "mlp.up_proj")
+    return hidden + linear(gated, weight, "mlp.down_proj")
+
+
+def naive_states(drafter: Drafter, frozen: FrozenParts, batch: PackedBatch, num_steps: int) -> list[Tensor]:
+    """Return EAGLE's post-norm states of every row, a tensor [T, H] per step."""
+    weights, config = dict(drafter.named_parameters()), drafter.config
     eps, length = config.rms_norm_eps, len(batch.input_ids)
     states = batch.aux_hidden_states
     if config.norm_before_fc:
@@ -113,19 +128,13 @@ def naive_states(
     cached: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in range(config.num_hidden_layers)]
     outputs = []
     for step in range(num_steps):
-        next_ids = batch.input_ids.roll(-1) if step == 0 else shift(batch.input_ids, 1 + step)
-        embeds = F.embedding(next_ids, frozen.embed_tokens)
+        embeds = F.embedding(shift(batch.input_ids, 1 + step), frozen.embed_tokens)
         positions = batch.position_ids + step
         seen = causal & (index[:, None] + step - index[None] < window)
         own = [diagonal & (step - earlier < window) for earlier in range(1, step + 1)]
         mask = torch.cat([seen, *own], dim=1)
         for layer in range(config.num_hidden_layers):
-
-            def weight(name: str, layer: int = layer, kind: str = "weight") -> Tensor:
-                name = f"layers.{layer}.{name}.{kind}"
-                return weights[name] if kind == "weight" else weights.get(name, torch.zeros(()))
-
-            residual = state
+            weight, residual = weights_of_layer(weights, layer), state
             if layer == 0:
                 normed = rms(state, weight("hidden_norm"), eps)
                 if config.norm_before_residual:
@@ -140,33 +149,83 @@ def naive_states(
             values.append(v)
             scores = torch.einsum("qhd,khd->hqk", q, torch.cat(keys)) * q.shape[-1] ** -0.5
             probs = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-            attended = torch.einsum("hqk,khd->qhd", probs, torch.cat(values)).flatten(1)
-            hidden = residual + linear(attended, weight, "self_attn.o_proj")
-            normed = rms(hidden, weight("post_attention_layernorm"), eps)
-            gated = F.silu(linear(normed, weight, "mlp.gate_proj")) * linear(normed, weight, "mlp.up_proj")
-            state = hidden + linear(gated, weight, "mlp.down_proj")
+            attended = torch.einsum("hqk,khd->qhd", probs, torch.cat(values))
+            state = after_attention(residual, attended, weight, eps)
         normed = rms(state, weights["norm.weight"], eps)
         outputs.append(normed)
         state = normed if config.norm_output else state
     return outputs
 
 
-def naive_loss(
-    drafter: Drafter,
+def dspark_states(
+    weights: Mapping[str, Tensor],
     config: DrafterConfig,
     frozen: FrozenParts,
     batch: PackedBatch,
+    row: int,
     num_steps: int,
-    decay: float,
 ) -> Tensor:
-    total = torch.zeros((), dtype=batch.aux_hidden_states.dtype)
-    teacher_logits = frozen.target_head(batch.final_hidden_states)
-    if frozen.draft_target_ids is not None:
-        teacher_logits = teacher_logits[:, frozen.draft_target_ids]
-    teacher = teacher_logits.softmax(-1)
-    for step, normed in enumerate(naive_states(drafter, config, frozen, batch, num_steps)):
-        log_q = (normed @ drafter.lm_head.weight.T).log_softmax(-1)
-        for row in range(len(batch.input_ids)):
-            if is_supervised(batch, row, step):
-                total = total - decay**step * (teacher[row + 1 + step] * log_q[row]).sum()
-    return total
+    """Return the states [K, H] of DSpark's or DFlash's draft at one row."""
+    shape, eps = config.dspark, config.rms_norm_eps
+    assert shape is not None
+    start = int((batch.document_ids == batch.document_ids[row]).long().argmax())
+    context = batch.aux_hidden_states[start : row + 1].flatten(1) @ weights["fc.weight"].T
+    context = rms(context, weights["hidden_norm.weight"], eps)
+    num_queries = num_steps + (shape.markov_rank == 0)
+    ids = [int(batch.input_ids[row + 1])] + [shape.mask_token_id] * (num_queries - 1)
+    state, positions = frozen.embed_tokens[ids], batch.position_ids[start : row + 1]
+    own = positions[-1] + 1 + torch.arange(num_queries)
+    for layer in range(config.num_hidden_layers):
+        weight = weights_of_layer(weights, layer)
+        _, *of_context = grouped_heads(context, weight, config, positions)
+        query, *of_draft = grouped_heads(rms(state, weight("input_layernorm"), eps), weight, config, own)
+        keys, values = (torch.cat(both) for both in zip(of_context, of_draft, strict=True))
+        scores = torch.einsum("qhd,khd->hqk", query, keys) * config.head_dim**-0.5
+        attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+        state = after_attention(state, attended, weight, eps)
+    return rms(state, weights["norm.weight"], eps)[num_queries - num_steps :]
+
+
+def naive_logits(
+    drafter: Drafter, frozen: FrozenParts, batch: PackedBatch, num_steps: int
+) -> Sequence[Tensor]:
+    """Return the logits of every row, [T, Vd] for each step; DSpark's where a draft is supervised."""
+    weights, config = dict(drafter.named_parameters()), drafter.config
+    head = (frozen.lm_head or drafter.lm_head).weight
+    if config.dspark is None:
+        return [state @ head.T for state in naive_states(drafter, frozen, batch, num_steps)]
+    unsupervised = head.new_zeros(num_steps, config.hidden_size)
+    states = [
+        dspark_states(weights, config, frozen, batch, row, num_steps)
+        if is_supervised(batch, row, 0)
+        else unsupervised
+        for row in range(len(batch.input_ids))
+    ]
+    logits = [state @ head.T for state in torch.stack(states, dim=1)]
+    if config.dspark.is_dflash:
+        return logits
+    first, second = (weights[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
+    return [one + first[shift(batch.input_ids, 1 + step)] @ second.T for step, one in enumerate(logits)]
+
+
+def naive_loss(
+    drafter: Drafter, frozen: FrozenParts, batch: PackedBatch, *, num_steps: int, step_decay: float
+) -> tuple[Tensor, DepthSums]:
+    """Return the results of `eagle31.training.step.rollout_loss`."""
+    target = frozen.target_head(batch.final_hidden_states)
+    ids = frozen.draft_target_ids if frozen.draft_target_ids is not None else torch.arange(target.shape[1])
+    p, greedy = target.softmax(-1)[:, ids], target.argmax(-1)
+    teacher = target[:, ids].softmax(-1)
+    total, sums = torch.zeros((), dtype=target.dtype), []
+    for step, logits in enumerate(naive_logits(drafter, frozen, batch, num_steps)):
+        rows = torch.tensor([row for row in range(len(logits)) if is_supervised(batch, row, step)]).long()
+        read, log_q = rows + 1 + step, logits[rows].log_softmax(-1)
+        loss = -(teacher[read] * log_q).sum()
+        weighted = step_decay**step * loss
+        total = total + weighted
+        hits = (ids[log_q.argmax(-1)] == greedy[read]).sum()
+        alpha = torch.minimum(p[read], log_q.exp()).sum()
+        sums.append(
+            torch.stack([x.detach().double() for x in (torch.tensor(len(rows)), loss, hits, alpha, weighted)])
+        )
+    return total, DepthSums(*torch.stack(sums, dim=1))

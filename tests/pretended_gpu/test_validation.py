@@ -8,7 +8,7 @@ import torch
 
 from eagle31.cost.memory import validation_memory
 from eagle31.model.shapes import MlaShape
-from eagle31.training import reference
+from eagle31.training import drift
 from eagle31.training.batch import PackedBatch
 from eagle31.training.drift import choose_rows, measure_drift
 from eagle31.training.teacher_forced import greedy_hits
@@ -43,7 +43,7 @@ def test_replay_takes_the_memory_that_the_plan_says(changes: dict[str, Any]) -> 
 
 
 def test_drift_takes_no_more_of_a_longer_row_than_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "CHUNK_ROWS", CHUNK_ROWS)
+    monkeypatch.setattr(drift, "CHUNK_ROWS", CHUNK_ROWS)
     config = tiny_config(**SHAPE, head_dim=8)
     peaks = []
     for num_tokens in (200, 400):

@@ -14,7 +14,7 @@ from eagle31.cost.flops import (
 )
 from eagle31.training.step import rollout_loss, schedule_batch
 from tests.eagle31.naive import naive_loss
-from tests.eagle31.tiny import DFLASH, DSPARK, MLA, random_batch, tiny_config, tiny_drafter
+from tests.eagle31.tiny import DFLASH, DSPARK, EAGLE3, MLA, random_batch, tiny_config, tiny_drafter
 
 LINEAR = ("aten.mm", "aten.addmm", "aten.addmm_")
 
@@ -37,7 +37,7 @@ def test_the_formula_is_pytorchs_count_where_every_row_is_computed() -> None:
     drafter, frozen = tiny_drafter(config)
     frozen.target_head.requires_grad_(False)
     batch = random_batch((9, 12), config, seed=3)
-    found = measured_flops(lambda: naive_loss(drafter, config, frozen, batch, num_steps, 0.8))
+    found = measured_flops(lambda: naive_loss(drafter, frozen, batch, num_steps=num_steps, step_decay=0.8)[0])
     length = len(batch.input_ids)
     counts = StepCounts(
         keys=length,
@@ -68,7 +68,7 @@ def test_the_formula_is_pytorchs_count_where_every_row_is_computed() -> None:
 @pytest.mark.parametrize(
     ("head_trained", "changes"),
     [
-        (True, {"num_hidden_layers": 3}),
+        (True, EAGLE3 | {"num_hidden_layers": 3}),
         (False, MLA | {"num_hidden_layers": 2}),
         (True, DSPARK),
         (False, DSPARK),
@@ -100,6 +100,9 @@ def test_typical_counts_are_those_of_equal_documents_with_one_answer(
     config = tiny_config()
     found = typical_counts(documents * length, 4, length, answer / length, config, max_drafts=answer)
     assert found.rows[0] == count_step(batch, 4, config, max_drafts=answer).rows[0] == answer
+    every = count_step(batch, 4, config)
+    for kept, of in ((found.teachers, every.teachers), (found.causal_pairs, every.causal_pairs)):
+        assert kept == round(of * answer / every.rows[0])
     for layers, window in ((1, None), (1, 1), (1, 2), (2, 4), (1, 9), (2, 40)):
         config = tiny_config(num_hidden_layers=layers, sliding_window=window)
         found = typical_counts(documents * length, 4, length, answer / length, config)

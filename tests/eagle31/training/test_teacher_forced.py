@@ -15,12 +15,12 @@ def test_greedy_hits_compare_with_the_text(window: int | None, chunk_rows: int) 
     batch = random_batch((40,), config, seed=6)
     ids = frozen.draft_target_ids
     assert ids is not None
-    naive = [ids[drafter.lm_head(n).argmax(-1)] for n in naive_states(drafter, config, frozen, batch, 3)]
+    naive = [ids[drafter.lm_head(n).argmax(-1)] for n in naive_states(drafter, frozen, batch, 3)]
     # The text agrees with the drafter at some positions, so that there are hits and misses.
     for t in range(0, 38, 2):
         batch.input_ids[t + 2] = naive[0][t]
     hits, supervised = greedy_hits(drafter, frozen, batch, 3, chunk_rows)
-    states = naive_states(drafter, config, frozen, batch, 3)
+    states = naive_states(drafter, frozen, batch, 3)
     for step in range(3):
         greedy = ids[drafter.lm_head(states[step]).argmax(-1)]
         for t in range(40):
@@ -39,7 +39,7 @@ def test_the_probability_that_a_token_of_the_text_was_an_accepted_draft() -> Non
     found, supervised = acceptance_given_text(drafter, frozen, batch, 3, temperature, chunk_rows=5)
     ids = frozen.draft_target_ids
     assert ids is not None
-    for step, state in enumerate(naive_states(drafter, config, frozen, batch, 3)):
+    for step, state in enumerate(naive_states(drafter, frozen, batch, 3)):
         for t in range(40):
             expected = 0.0
             if is_supervised(batch, t, step):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from data.target.head import TargetHead
 from eagle31.model.frozen import FrozenParts
 from eagle31.model.kinds import new_drafter
-from eagle31.training.reference import reference_loss
 from scripts.bench.step_inputs import Shape, packed_rows, random_weights, write_inputs
+from tests.eagle31.naive import naive_loss
 from tests.runs.forked import ROOT
 from tests.scripts.bench.commands import command
 
@@ -33,7 +33,7 @@ def losses(name: str, shape: Shape, path: Path, norm_output: bool) -> tuple[floa
     target_head = TargetHead(nn.RMSNorm(shape.hidden_size, eps=1e-6), head)
     ids = weights["draft_target_ids"]
     frozen = FrozenParts(weights["target_embed"], target_head, ids, None)
-    _, sums = reference_loss(drafter, frozen, batch, num_steps=shape.num_steps, step_decay=shape.step_decay)
+    _, sums = naive_loss(drafter, frozen, batch, num_steps=shape.num_steps, step_decay=shape.step_decay)
     means = sums.loss / (shape.row_tokens - 2 - torch.arange(shape.num_steps))
     with torch.no_grad():
         teacher = target_head(batch.final_hidden_states)[:, ids].softmax(-1)
