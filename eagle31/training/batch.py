@@ -77,15 +77,14 @@ def supervised_drafts(loss_mask: Tensor, document_ids: Tensor, num_steps: int) -
 
     Args:
         loss_mask: bool [T].
-        document_ids: int64 [T].
+        document_ids: int64 [T], grouped by document.
 
     Returns:
         bool [T, num_steps]; a step is true only where the step before is.
     """
     num_rows = loss_mask.shape[0]
     supervised = loss_mask.new_zeros(num_rows, num_steps)
-    # Whether the assistant wrote x[t+1] .. x[t+1+k], which grows by one token at each step.
-    running = loss_mask[1:] & (document_ids[1:] == document_ids[:-1])
+    running = loss_mask[1:]  # whether the assistant wrote x[t+1] .. x[t+1+k]
     for step in range(num_steps):
         ahead = 2 + step
         if ahead >= num_rows:
