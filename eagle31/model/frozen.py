@@ -3,15 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 
-@runtime_checkable
-class RestrictableHead(Protocol):
-    """A target head that can be restricted to some of its tokens."""
+class FrozenHead(Protocol):
+    """The target's head, with its final norm: [N, Ht] -> logits [N, V]."""
+
+    def __call__(self, hidden: Tensor, /) -> Tensor: ...
 
     def rows(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
         """Return the head of these tokens alone. token_ids: int64 [Vd], ascending."""
@@ -22,7 +23,7 @@ class FrozenParts:
     """Parts kept outside the trained module, so that no optimizer, shard or checkpoint holds them."""
 
     embed_tokens: Tensor  # [V, H], the target's, or its projection where the widths differ
-    target_head: Callable[[Tensor], Tensor]  # [N, Ht] before the final norm -> logits [N, V]
+    target_head: FrozenHead  # of states before the final norm
     draft_target_ids: Tensor | None  # int64 [Vd]; None for the full vocabulary
     lm_head: nn.Linear | None  # the draft head when it is not trained
 
@@ -34,14 +35,7 @@ class FrozenParts:
     def draft_logits(self) -> Callable[[Tensor], Tensor]:
         """Return the target's head over the draft vocabulary alone: [N, Ht] -> [N, Vd]."""
         ids, head = self.draft_target_ids, self.target_head
-        if ids is None:
-            return head
-        if isinstance(head, nn.Linear):
-            rows, bias = head.weight[ids], None if head.bias is None else head.bias[ids]
-            return lambda hidden: nn.functional.linear(hidden, rows, bias)
-        if isinstance(head, RestrictableHead):
-            return head.rows(ids)
-        return lambda hidden: head(hidden)[:, ids]
+        return head if ids is None else head.rows(ids)
 
 
 def project_width(rows: Tensor, width: int) -> Tensor:

@@ -1,10 +1,13 @@
 """Tiny drafters and random packed rows."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from eagle31.model.config import DrafterConfig, DSparkShape
 from eagle31.model.drafter import Drafter
@@ -54,6 +57,13 @@ MLA: dict[str, Any] = {
 WIDE_MLA = MLA | {"attention": replace(MLA["attention"], v_head_dim=9)}
 
 
+class TinyHead(nn.Linear):
+    """A target's head without a norm."""
+
+    def rows(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
+        return partial(F.linear, weight=self.weight[token_ids])
+
+
 def tiny_drafter(
     config: DrafterConfig, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> tuple[Drafter, FrozenParts]:
@@ -62,7 +72,7 @@ def tiny_drafter(
     for parameter in drafter.parameters():
         # Norm weights too, so that a norm left out or applied twice changes the result.
         nn.init.normal_(parameter, mean=1.0 if parameter.ndim == 1 else 0.0, std=0.3)
-    head = nn.Linear(config.target_hidden_size, config.vocab_size, bias=False).to(dtype).requires_grad_(False)
+    head = TinyHead(config.target_hidden_size, config.vocab_size, bias=False).to(dtype).requires_grad_(False)
     ids = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
     frozen = FrozenParts(
         embed_tokens=torch.randn(config.vocab_size, config.hidden_size, dtype=dtype),
