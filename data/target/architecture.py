@@ -10,7 +10,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from data.target.modules import locate
-from eagle31.cost.flops import sum_of_depths
 from eagle31.errors import UserError
 
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
@@ -130,10 +129,11 @@ def attention_flops(config: PreTrainedConfig, num_tokens: int) -> int:
         key_width = text_config.qk_nope_head_dim + text_config.qk_rope_head_dim
     windows = {"sliding_attention": getattr(text_config, "sliding_window", None)}
     chosen = getattr(text_config, "index_topk", None)
-    pairs = sum(
-        sum_of_depths(1, num_tokens, windows.get(kind, chosen)) for kind in _cached_layers(text_config)
-    )
-    return round(2 * num_heads * (key_width + value_width) * pairs)
+    pairs = 0
+    for kind in _cached_layers(text_config):
+        most = min(num_tokens, windows.get(kind, chosen) or num_tokens)  # keys of a query
+        pairs += most * (most + 1) // 2 + most * (num_tokens - most)
+    return 2 * num_heads * (key_width + value_width) * pairs
 
 
 def _cached_layers(text_config: PreTrainedConfig) -> list[str]:

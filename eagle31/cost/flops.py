@@ -114,13 +114,6 @@ def typical_counts(
     )
 
 
-def sum_of_depths(first: int, rows: int, window: int | None) -> float:
-    """Return the sum of `rows` numbers of keys that ascend from `first` by one, each at most the window."""
-    growing = rows if window is None else min(rows, max(0, window - first))
-    full = 0 if window is None else window * (rows - growing)
-    return growing * first + growing * (growing - 1) / 2 + full
-
-
 def step_flops(config: DrafterConfig, counts: StepCounts, head_trained: bool) -> StepFlops:
     """Return the FLOPs of forward and backward.
 
