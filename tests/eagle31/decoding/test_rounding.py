@@ -25,3 +25,5 @@ def test_rounding_in_bf16_stays_within_the_bound() -> None:
     gaps, bounds = gaps_and_bounds(hidden.bfloat16() @ weight.bfloat16().T, chosen, torch.bfloat16)
     assert (gaps > 0).any()
     assert (gaps <= bounds).all()
+    others, bounds = gaps_and_bounds(halves[0] + halves[1], chosen.roll(1), torch.bfloat16)
+    assert (others > bounds).float().mean() > 0.9

@@ -28,7 +28,7 @@ LIMITS: dict = {"max_new_tokens": 30, "eos_token_ids": [END]}
 
 
 def tiny_target() -> tuple[LlamaForCausalLM, TargetModules]:
-    torch.manual_seed(22)  # its completions vary, and some end early
+    torch.manual_seed(50)  # its completions vary, and some end early
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=20,
@@ -86,6 +86,7 @@ def cases() -> list[Case]:
         mask = torch.arange(len(ids)) >= len(prompt)
         [(aux, final)] = capture.capture([ids])
         found.append(Case(prompt, ids[len(prompt) :].tolist(), CapturedSample(ids, mask, aux, final)))
+    assert {case.completion[-1] == END for case in found} == {True, False}
     return found
 
 
@@ -115,7 +116,6 @@ def test_completions_are_the_targets_and_replay_equals_decoding(
         for case, (hits, supervised) in zip(cases, compared[k], strict=True):
             ours = decode_speculatively(target, drafter, frozen, case.prompt, draft_tokens=k, **LIMITS)
             assert ours.token_ids == case.completion
-            assert len(ours.token_ids) == LIMITS["max_new_tokens"] or ours.token_ids[-1] == END
             assert ours.accepted == [n for _, n in replayed_drafts(hits, supervised, k)]
             accepted += ours.accepted
         # Agreement means something only if some drafts are accepted and some rejected.

@@ -19,7 +19,7 @@ FEATURES: dict[str, tuple[dict[str, Any], set[Layout]]] = {
     "norm before fc": ({"norm_before_fc": True}, set()),
     "norm before residual": ({"norm_before_residual": True}, NOT_SGLANG),
     "three layers": ({"num_hidden_layers": 3}, set()),
-    "window": ({"sliding_window": 48}, NOT_SGLANG),
+    "window": ({"sliding_window": 48, "num_hidden_layers": 2}, NOT_SGLANG),
     "attention bias": ({"attention_bias": True}, NOT_SGLANG),
     "MLP bias": ({"mlp_bias": True}, NOT_SGLANG),
     "norms of queries": (QK_NORM, NOT_SGLANG),

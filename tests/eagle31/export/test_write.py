@@ -68,16 +68,20 @@ def test_while_an_older_export_is_removed_there_is_an_export(
 
 
 @pytest.mark.parametrize(
-    ("value", "dtype", "field"),
-    [(float("nan"), "float32", "norm.weight"), (70_000.0, "float16", "export.dtype")],
+    ("name", "value", "dtype", "field"),
+    [
+        ("norm.weight", float("nan"), "float32", "norm.weight"),
+        ("embed_tokens.weight", float("inf"), "float32", "embed_tokens.weight"),
+        ("norm.weight", 70_000.0, "float16", "export.dtype"),
+    ],
 )
 def test_weights_that_are_not_finite_are_refused(
-    tmp_path: Path, value: float, dtype: str, field: str
+    tmp_path: Path, name: str, value: float, dtype: str, field: str
 ) -> None:
     config = tiny_config()
     drafter, frozen = tiny_drafter(config, torch.float32)
     state = {name: p.detach().clone() for name, p in drafter.named_parameters()}
-    state["norm.weight"][0] = value
+    (state | {"embed_tokens.weight": frozen.embed_tokens})[name][0] = value
     with pytest.raises(UserError, match=rf"^{field}="):
         write_export(
             tmp_path / "e", config, state, vocab_of(29), frozen.embed_tokens, dtype=dtype, provenance={}

@@ -2,7 +2,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from eagle31.kernels.newton_schulz import orthogonalization_flops, orthogonalize
+from eagle31.kernels.newton_schulz import (
+    orthogonalization_elements,
+    orthogonalization_flops,
+    orthogonalize,
+)
+from tests.pretended_gpu.device import CUDA, PretendedGpu
+from tests.pretended_gpu.live_bytes import LiveBytes
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 24), (2, 24, 8)])
@@ -32,7 +38,12 @@ def test_a_zero_matrix_stays_zero() -> None:
 
 
 @pytest.mark.parametrize("shape", [(24, 8), (8, 40)])
-def test_flops_are_those_of_the_formula(shape: tuple[int, int]) -> None:
+def test_flops_and_memory_are_those_of_the_formulas(shape: tuple[int, int]) -> None:
     with FlopCounterMode(display=False) as counter:
         orthogonalize(torch.randn(1, *shape))
     assert counter.get_total_flops() == orthogonalization_flops(*shape)
+    with PretendedGpu():
+        matrices = torch.randn(1, *shape, device=CUDA)
+        with LiveBytes() as live:
+            orthogonalize(matrices)
+    assert live.peak == pytest.approx(4 * orthogonalization_elements(*shape), rel=0.01)

@@ -68,6 +68,11 @@ def test_states_and_drafts_are_those_of_the_fast_path(
     assert bool(supervised[chosen.rows].all())
     leading = hits[chosen.rows].long().cumprod(1).sum(0).tolist()
     assert found.accepted == leading
+    reached = [17, *leading[:-1]]
+    depth = found.record()["depth"]
+    assert [one["conditional_acceptance"] for one in depth] == [
+        accepted / num if num else None for accepted, num in zip(leading, reached, strict=True)
+    ]
     assert 0 < leading[0] < found.num_positions == len(chosen.rows) == 17
 
 

@@ -52,7 +52,7 @@ def test_the_loss_is_finite_where_the_drafter_gives_almost_no_mass() -> None:
 
 def test_the_kernels_loss_is_the_plain_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chunks, of which the second has fewer positions, and not one for each step's rows."""
-    monkeypatch.setattr(fused_loss, "BLOCK_LOGITS", 3 * DRAFT_VOCAB)  # several blocks, on the CPU
+    monkeypatch.setattr(fused_loss, "BLOCK_LOGITS", 2 * DRAFT_VOCAB)  # several blocks, on the CPU
     generator = torch.Generator().manual_seed(0)
     mask = torch.tensor([False, True, True, True, True, True, False, True, True, True, False])
     documents = torch.zeros(len(mask), dtype=torch.long)

@@ -1,7 +1,9 @@
 from dataclasses import replace
 
+import pytest
 import torch
 
+from eagle31.training.schedule import DraftCosts, row_shares
 from eagle31.training.step import schedule_batch
 from tests.eagle31.tiny import random_batch, tiny_config
 
@@ -26,7 +28,7 @@ def test_a_window_leaves_out_the_keys_that_no_row_reaches() -> None:
     mask = torch.zeros_like(batch.loss_mask)
     mask[10:15], mask[25:27], mask[32:34] = True, True, True
     batch = replace(batch, loss_mask=mask)
-    schedule = schedule_batch(batch, 4, key_reach=3)
+    schedule = schedule_batch(batch, 4, key_reach=tiny_config(sliding_window=4).key_reach)
     whole = schedule_batch(batch, 4)
     (chunk,), (of_whole,) = schedule.chunks, whole.chunks
     assert [step.rows.tolist() for step in chunk.steps] == [step.rows.tolist() for step in of_whole.steps]
@@ -34,3 +36,17 @@ def test_a_window_leaves_out_the_keys_that_no_row_reaches() -> None:
     assert schedule.key_rows.tolist() == [*range(6, 13), *range(21, 25), *range(30, 32)]
     assert [tuple(run) for run in schedule.document_runs] == [(0, 7, 0, 7), (7, 11, 7, 11), (11, 13, 11, 13)]
     assert [tuple(run) for run in chunk.steps[0].runs] == [(0, 4, 0, 7), (4, 5, 7, 11), (5, 6, 11, 13)]
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_ranks_that_share_a_row_have_drafts_of_the_same_cost(window: int | None) -> None:
+    depths = torch.cat([torch.arange(n) + 1 for n in (300, 200)])
+    documents = (torch.arange(500) >= 300).long()
+    shares = row_shares(
+        torch.ones(500, 1, dtype=torch.bool), documents, None, DraftCosts(5.0, 1.0, window), 4
+    )
+    pieces = [share.drafts for share in shares]
+    assert torch.equal(torch.cat([torch.arange(500)[piece] for piece in pieces]), torch.arange(500))
+    costs = 5.0 + depths.clamp(max=window or 500)
+    spent = [float(costs[piece].sum()) for piece in pieces]
+    assert max(spent) - min(spent) <= 2 * float(costs.max())
