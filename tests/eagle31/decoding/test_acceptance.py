@@ -10,12 +10,5 @@ def test_figures() -> None:
     assert stats + stats == AcceptanceStats.from_lengths(3, [0, 3, 1, 1] * 2)
 
 
-def test_expected_numbers_below_one() -> None:
-    stats = AcceptanceStats(2, 0.25, (0.125, 0.0625))
-    assert stats.acceptance_length == 1.75
-    assert stats.absolute_acceptance == (0.5, 0.25)
-    assert stats.conditional_acceptance == (0.5, 0.5)
-
-
 def test_no_draft_is_an_acceptance_length_of_one() -> None:
     assert AcceptanceStats.from_lengths(2, []).acceptance_length == 1.0

@@ -10,16 +10,6 @@ from tests.eagle31.tiny import tiny_config
 VERIFIER = Verifier("org/target", ("Qwen3ForCausalLM",), 3)
 
 
-@pytest.mark.parametrize("layout", [Layout.vllm, Layout.speculators])
-def test_a_window_is_that_of_every_layer(layout: Layout) -> None:
-    config = tiny_config(num_hidden_layers=2, sliding_window=48)
-    raw: dict[str, Any] = config_json(config, layout, "float32", VERIFIER)
-    layer = raw if layout is Layout.vllm else raw["transformer_layer_config"]
-    assert layer["sliding_window"] == 48
-    assert layer["layer_types"] == ["sliding_attention"] * 2
-    assert not {"sliding_window", "layer_types"} & set(config_json(tiny_config(), Layout.vllm, "float32"))
-
-
 def test_a_speculators_config_is_what_vllm_serve_reads() -> None:
     raw: dict[str, Any] = config_json(tiny_config(), Layout.speculators, "float32", VERIFIER)
     assert "model_type" not in raw  # with it, vLLM would not read a speculators checkpoint

@@ -4,14 +4,13 @@ import tests.eagle31.kernels.interpreted  # noqa: F401 - before the kernels
 
 # ruff: isort: split
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eagle31.kernels import dispatch, norm_backward
+from eagle31.kernels import dispatch
 from eagle31.kernels.elementwise import GatedLinear, RMSNorm, rotate
 
 ROWS, WIDTH = 9, 12
@@ -106,24 +105,3 @@ def test_gated_linear(dtype: torch.dtype) -> None:
 
     inputs = [torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), torch.randn(5, WIDTH)]
     compare(fast, plain, inputs, dtype)
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_a_norm_whose_input_needs_no_gradient_trains_its_weight_alone(
-    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    of_inputs: list[Tensor | None] = []
-
-    def recorded(*arguments: Any, **options: Any) -> Any:
-        of_input, of_weight = kernel(*arguments, **options)
-        of_inputs.append(of_input)
-        return of_input, of_weight
-
-    kernel = norm_backward.norm_backward
-    monkeypatch.setattr(norm_backward, "norm_backward", recorded)
-    monkeypatch.setattr(dispatch, "has_triton", lambda _: on_gpu)
-    norm = RMSNorm(WIDTH, eps=1e-12)
-    norm(torch.ones(ROWS, WIDTH)).sum().backward()
-    assert norm.weight.grad is not None
-    torch.testing.assert_close(norm.weight.grad, torch.full((WIDTH,), float(ROWS)))
-    assert of_inputs == [None] * on_gpu

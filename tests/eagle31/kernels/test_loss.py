@@ -116,18 +116,6 @@ def test_the_loss_needs_no_metrics() -> None:
     compare(case, teacher, given, with_mass=False)
 
 
-@pytest.mark.parametrize("mass", [0.0, 1.0])
-def test_extreme_draft_masses_and_a_greedy_token_outside(mass: float) -> None:
-    case = drawn(FP32, 19)
-    teacher = full_teacher(case.target_logits.double(), case.ids)
-    kept, lse, of_kernel, greedy = kernels.read_teacher(case.target_logits, case.ids, True)
-    assert of_kernel is not None
-    assert greedy is not None
-    outside = Teacher(teacher.probs, torch.full((3,), mass, dtype=torch.float64), torch.full((3,), -1))
-    given = kept, lse, torch.full_like(of_kernel, mass), torch.full_like(greedy, -1)
-    compare(case, outside, given)
-
-
 def test_large_logits() -> None:
     """Float32 itself has the log-sum-exp of logits near 500 to 3e-5 alone, which bfloat16's bound leaves."""
     case = drawn(BF16, 37, scale=200.0)

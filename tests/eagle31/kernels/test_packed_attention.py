@@ -36,7 +36,7 @@ def card(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
 # Widths of values in a head and in the kernel, rows between runs that are computed too, sliding window.
 @pytest.mark.parametrize(
     ("value_width", "kernel_width", "largest_gap", "window"),
-    [(5, 8, 8, None), (merged.DIM, 8, 0, None), (5, 8, 8, 2), (5, 5, 0, 5)],
+    [(5, 8, 8, None), (5, 8, 8, 2), (5, 5, 0, 5)],
 )
 def test_the_steps_of_a_chunk_are_those_of_the_definition(
     value_width: int, kernel_width: int, largest_gap: int, window: int | None, monkeypatch: pytest.MonkeyPatch

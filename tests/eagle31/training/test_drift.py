@@ -12,7 +12,7 @@ from eagle31.model.drafter import Drafter
 from eagle31.model.frozen import FrozenParts
 from eagle31.training import drift
 from eagle31.training.batch import PackedBatch
-from eagle31.training.drift import Drift, DriftRows, choose_rows, measure_drift
+from eagle31.training.drift import DriftRows, choose_rows, measure_drift
 from eagle31.training.rollout import rollout
 from eagle31.training.teacher_forced import greedy_hits
 from tests.eagle31.tiny import EAGLE3, MLA, WIDE_MLA, random_batch, tiny_config, tiny_drafter
@@ -36,10 +36,6 @@ def small(**changes: Any) -> tuple[Drafter, FrozenParts, DriftRows]:
     return drafter, frozen, chosen
 
 
-def measured(drafter: Drafter, frozen: FrozenParts, chosen: DriftRows) -> Drift:
-    return measure_drift(drafter, frozen, chosen)
-
-
 @pytest.mark.parametrize("changes", [EAGLE3, MLA, WINDOW], ids=str)
 def test_states_and_drafts_are_those_of_the_fast_path(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -52,7 +48,7 @@ def test_states_and_drafts_are_those_of_the_fast_path(
     ids = batch.input_ids.clone()
     ids[chosen.rows[0] + 2] = frozen.draft_target_ids[drafter.lm_head(normed).argmax()]
     chosen = replace(chosen, batch=(batch := replace(batch, input_ids=ids)))
-    found = measured(drafter, frozen, chosen)
+    found = measure_drift(drafter, frozen, chosen)
     fed_back: list[Tensor] = []
     final_states = drafter.final_states
 
@@ -89,7 +85,7 @@ def test_attention_equals_a_softmax_over_each_row(
         return plain(self, query, keys)
 
     monkeypatch.setattr(drift._RecordingAttention, "attend", recorded)
-    found = measured(drafter, frozen, chosen)
+    found = measure_drift(drafter, frozen, chosen)
     num_layers = drafter.config.num_hidden_layers
     assert len(calls) == NUM_STEPS * num_layers
     torch.testing.assert_close(found.attention.sum(2), torch.ones_like(found.attention[:, :, 0]))

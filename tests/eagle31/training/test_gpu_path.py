@@ -16,7 +16,6 @@ from eagle31.training.step import rollout_loss, schedule_batch
 from tests.eagle31.kernels.cuda_kernel import CudaKernel
 from tests.eagle31.tiny import (
     BIASES,
-    DFLASH,
     DSPARK,
     EAGLE3,
     MLA,
@@ -38,8 +37,6 @@ CASES: dict[str, tuple[dict[str, Any], int | None]] = {
         QK_NORM | {"num_hidden_layers": 2, "attention_bias": True, "sliding_window": 2},
         None,
     ),
-    "dspark": (DSPARK, None),
-    "dflash": (DFLASH, None),
     "dspark in chunks": (DSPARK, 3),
 }
 
