@@ -1,6 +1,7 @@
 """Which columns of a row make a conversation: the known names, columns of messages, and what they become."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ _PROMPTS = ("prompt", "instruction", "question", "query", "problem", "turns")
 _RESPONSES = ("response", "output", "answer", "completion", "solution")
 _FURTHER = ("input", "context")  # what an instruction is about
 _SYSTEMS = ("system", "system_prompt", "system_message")
-_USED = ("id", "tools", "functions")  # by `to_conversation`
+_JSON_LIST = re.compile(r"\s*\[\s*\{")
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*(["'])(role|from|content|value)\1\s*:""")
 
 
 class NoLayout(MalformedRow):
@@ -58,17 +60,11 @@ class Layout:
     history: str | None = None
     form: str | None = None
 
-    def __str__(self) -> str:
-        return listed(name for name in self._columns if name is not None)
-
     @property
-    def _columns(self) -> tuple[str | None, ...]:
-        return self.system, self.history, self.prompt, self.further, self.response
-
-    def unused(self, row: Mapping[str, Any]) -> list[str]:
-        """Return the row's columns that say nothing to the conversation."""
-        used = {*self._columns, *_USED}
-        return [name for name in row if name not in used]
+    def columns(self) -> list[str]:
+        """The columns that it reads, in their order in the conversation."""
+        names = (self.system, self.history, self.prompt, self.further, self.response)
+        return [name for name in names if name is not None]
 
     def messages(self, row: Mapping[str, Any], split_text: SplitText) -> Messages:
         """Return the row's messages, with the roles that templates know.
@@ -104,7 +100,7 @@ class Layout:
     def _asked(self, row: Mapping[str, Any]) -> Messages:
         prompt, further = _cell(row.get(self.prompt)), self._value(row, "further")
         if further is not None and (text := text_of(further)).strip():
-            prompt = f"{prompt}\n\n{text}"
+            prompt = f"{prompt}\n\n{text}" if prompt.strip() else text
         return _spoken(prompt, "user")
 
 
@@ -113,6 +109,9 @@ def find_layout(
 ) -> Layout:
     """Return the layout of a row.
 
+    Rows of several kinds in one table have null in the columns of the others, so those without a value count
+    only where the others make no conversation.
+
     Args:
         prompt, response: the columns of the user's and of the assistant's text; None: found by name.
         group: the settings in which the user can name columns, such as data.
@@ -120,6 +119,15 @@ def find_layout(
     Raises:
         NoLayout: none fits, or more than one.
     """
+    given = {name: value for name, value in row.items() if value is not None}
+    with suppress(NoLayout):
+        return _find_layout(given, prompt, response, require_answer, group)
+    return _find_layout(row, prompt, response, require_answer, group)
+
+
+def _find_layout(
+    row: Mapping[str, Any], prompt: str | None, response: str | None, require_answer: bool, group: str
+) -> Layout:
     found = f"The columns are {listed(row)}." if row else "The row has no columns."
     names = f"{group}.prompt_column and {group}.response_column"
     shared = {
@@ -129,6 +137,10 @@ def find_layout(
     further = None
     if prompt is None and response is not None:
         raise NoLayout(f"Name both {names}. {found}")
+    if not require_answer:  # several answers are those that count as right
+        unneeded = [name for name in (*_RESPONSES, response) if _are_texts(row.get(name))]
+        row = {name: value for name, value in row.items() if name not in unneeded}
+        response = None if response in unneeded else response
     if prompt is not None:
         needed = [prompt, response] if require_answer and response is not None else [prompt]
         if missing := [name for name in needed if name not in row]:
@@ -181,10 +193,12 @@ def _is_answer(message: Mapping[str, Any]) -> bool:
 
 def _cell(value: Any) -> Any:
     """Return what a column has: messages also where it is their JSON text, as in a CSV file."""
-    if isinstance(value, str) and value.lstrip().startswith("[{"):
+    if isinstance(value, str) and _JSON_LIST.match(value):
         with suppress(ValueError, RecursionError):
             if are_messages(found := json.loads(value)):
                 return found
+        if _MESSAGES.match(value):  # damaged, or as Python writes them
+            raise MalformedRow("its messages are not JSON")
     return value
 
 
@@ -195,8 +209,13 @@ def _spoken(value: Any, role: str) -> Messages:
     parts = value if isinstance(value, list) else [value]
     if are_messages(parts):
         return parts
-    several = role == "user" and all(isinstance(part, str) for part in parts)
-    return [{"role": role, "content": turn} for turn in (parts if several else [value])]
+    if _are_texts(value) and role == "assistant":
+        raise MalformedRow(f"it has {len(parts)} answers, and one is needed")
+    return [{"role": role, "content": turn} for turn in (parts if _are_texts(value) else [value])]
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 1 and all(isinstance(one, str) for one in value)
 
 
 def _listed(messages: Any, column: str) -> Messages:

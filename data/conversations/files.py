@@ -5,15 +5,24 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from glob import has_magic, iglob
+from dataclasses import dataclass, replace
+from glob import escape, has_magic, iglob
 from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any, TextIO
 
 import fsspec
 import pyarrow as pa
-from datasets import Dataset, DatasetDict, load_dataset, load_dataset_builder, load_from_disk
+from datasets import (
+    Dataset,
+    DatasetDict,
+    IterableDataset,
+    Json,
+    load_dataset,
+    load_dataset_builder,
+    load_from_disk,
+)
+from datasets.features.features import _visit
 from fsspec import AbstractFileSystem
 from fsspec.compression import compr, register_compression
 from fsspec.implementations.local import LocalFileSystem
@@ -29,6 +38,7 @@ _LINES = ".txt"
 _PARQUET = ".parquet"
 _SUFFIXES = (".jsonl", ".json", ".ndjson", *_DELIMITERS, _LINES, _PARQUET)
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+_UTF_16 = ("\udcff\udcfe", "\udcfe\udcff")  # its first bytes, as they are read
 _MAX_FIELD_CHARACTERS = 1 << 27  # of a CSV file; the default is 128 KiB, which a long answer exceeds
 _BATCH_ROWS = 1000  # of a Parquet file in memory
 _SAVED = ("state.json", "dataset_dict.json")  # in a directory that `datasets` has saved
@@ -54,7 +64,9 @@ class DataFile:
         if suffix == _PARQUET:
             # By default a batch is as large as the first row group, which has no rows in a file without any.
             options = {"split": "train", "streaming": True, "batch_size": _BATCH_ROWS}
-            yield from dataset_rows(str(self), load_dataset("parquet", data_files=str(self), **options))
+            yield from dataset_rows(
+                str(self), load_dataset("parquet", data_files=escape(str(self)), **options)
+            )
             return
         if "zstd" not in compr:  # Python has it from 3.14 on
             register_compression("zstd", lambda file, **_: pa.CompressedInputStream(file, "zstd"), "zst")
@@ -62,8 +74,7 @@ class DataFile:
         options = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
         with self.file_system.open(self.path, "rt", compression="infer", **options) as stream:
             if suffix == _LINES:
-                lines = ((number, line.strip()) for number, line in enumerate(stream, start=1))
-                yield from ((f"{self}:{number}", {"prompt": line}) for number, line in lines if line)
+                yield from _prompt_rows(str(self), stream)
             elif suffix in _DELIMITERS:
                 yield from _csv_rows(str(self), stream, _DELIMITERS[suffix])
             else:
@@ -176,10 +187,29 @@ def load(location: str, field: str, split: str, subset: str | None, revision: st
         raise UserError(field, location, reason) from error
 
 
-def dataset_rows(name: str, dataset: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (location, row) of what `datasets` reads, without the null values of structs."""
-    for index, row in enumerate(dataset):
+def dataset_rows(name: str, dataset: Dataset | IterableDataset) -> Iterator[tuple[str, Any]]:
+    """Yield (location, row) of what `datasets` reads, without the null values of structs.
+
+    Of images and sounds only the presence counts: they are not decoded.
+    """
+    if isinstance(dataset, Dataset):  # which may have been saved with a format, such as torch
+        dataset = dataset.with_format(None).to_iterable_dataset()
+    for index, row in enumerate(dataset.cast(_visit(dataset.features, _undecoded))):
         yield f"{name}[{index}]", _without_nulls(row, column=True)
+
+
+def _undecoded(feature: Any) -> Any:
+    is_media = hasattr(feature, "decode") and not isinstance(feature, Json)
+    return replace(feature, decode=False) if is_media else feature
+
+
+def _prompt_rows(name: str, stream: TextIO) -> Iterator[tuple[str, Any]]:
+    """Yield a row for each line that is not empty."""
+    for number, line in enumerate(stream, start=1):
+        if number == 1 and line.startswith(_UTF_16):
+            raise ValueError("it is UTF-16; convert it to UTF-8")
+        if text := line.strip():
+            yield f"{name}:{number}", {"prompt": text}
 
 
 def _json_rows(name: str, stream: TextIO) -> Iterator[tuple[str, Any]]:
@@ -211,15 +241,26 @@ def _rows_of(value: Any) -> list[Any] | None:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:  # of numbers and nested brackets too
         return MalformedRow(f"the line is not JSON ({error})")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object; raise ValueError where a key has two values, of which one would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs) and (twice := [key for key, value in pairs if found[key] != value]):
+        raise ValueError(f"{twice[0]} has two values")
+    return found
 
 
 def _csv_rows(name: str, stream: TextIO, delimiter: str) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a file whose first line names the columns; an empty field is None."""
     csv.field_size_limit(_MAX_FIELD_CHARACTERS)
     reader = csv.DictReader(stream, delimiter=delimiter, strict=True)
+    columns = reader.fieldnames or []
+    if repeated := [name for name in columns if columns.count(name) > 1]:
+        raise ValueError(f"its first line names the column {repeated[0]} more than once")
     for row in reader:
         where = f"{name}:{reader.line_num}"
         if None in row or None in row.values():

@@ -177,11 +177,12 @@ def _read(mixture: Mixture, sources: Mapping[str, Source], path: Path, evaluated
 
 def _print_read(reader: ConversationReader) -> None:
     """Print what became of a source's rows and columns."""
-    layout, location = reader.layout, reader.source.location
+    location = reader.source.location
     if unread := unread_files(location, reader.source.subset):
         print(f"data: {location}: files in none of its splits, not read: {listed(unread)}")
-    if layout is not None:
-        print(f"data: {location}: read from {layout}; not used: {listed(reader.unused) or 'none'}")
+    if reader.used:
+        read = f"read from {listed(reader.used)}; not used: {listed(reader.unused) or 'none'}"
+        print(f"data: {location}: {read}")
     rows = f"of {reader.num_rows:,} rows of {location}"
     if reader.malformed:
         print_left_out(f"{rows} are malformed", reader.malformed)

@@ -26,6 +26,7 @@ from data.conversations.schemas import (
 from data.file_hashes import hash_files
 from eagle31.errors import UserError
 
+_ALSO_READ = ("id", "tools", "functions")  # by `to_conversation`
 _NUM_SHOWN, _SHOWN_CHARACTERS = 5, 300
 _FIRST_ROWS = 1000  # a source without a conversation among so many is not read to its end
 _MANY_ROWS = 100_000  # from which on a source with too many malformed ones is not read to its end
@@ -123,8 +124,8 @@ class ConversationReader:
     Rows that make no conversation are left out: `malformed` has those that are wrong, and `left_out` those of
     which nothing can be used, such as empty ones, as (location, reason), located as `file.jsonl:12` or
     `file.parquet[11]`. `cut` counts the rows of which a part is used, by what is cut, and
-    `latest_cut` is that of the latest. `layout` has the columns of the first conversation, and `unused` its
-    other columns.
+    `latest_cut` is that of the latest. `used` has the columns that make the conversations, and `unused` the
+    others that they have.
     """
 
     def __init__(self, source: Source, split_text: SplitText) -> None:
@@ -137,13 +138,21 @@ class ConversationReader:
         self.left_out: list[tuple[str, str]] = []
         self.cut = Counter[str]()
         self.latest_cut: list[str] = []
-        self.layout: Layout | None = None
-        self.unused: list[str] = []
+        self._used: dict[str, None] = {}
+        self._seen: dict[str, None] = {}
         self._unknown: str | None = None  # the first reason of an unknown layout
 
     @property
     def num_rows(self) -> int:
         return self.num_conversations + len(self.malformed) + len(self.left_out)
+
+    @property
+    def used(self) -> list[str]:
+        return list(self._used)
+
+    @property
+    def unused(self) -> list[str]:
+        return [name for name in self._seen if name not in (*self._used, *_ALSO_READ)]
 
     def __iter__(self) -> Iterator[Conversation]:
         """Yield the conversations.
@@ -170,8 +179,8 @@ class ConversationReader:
                 continue
             self.cut.update(cut)
             self.latest_cut = cut
-            if self.layout is None:
-                self.layout, self.unused = layout, layout.unused(row)
+            self._used |= dict.fromkeys(layout.columns)
+            self._seen |= dict.fromkeys(row)
             self.num_conversations += 1
             yield conversation
         self._check()

@@ -160,6 +160,23 @@ def test_a_json_array_parquet_and_a_saved_dataset_are_read_alike(tmp_path: Path)
         Source(str(tmp_path / "splits"), split="test").fingerprint()
 
 
+def test_formats_and_media_of_a_saved_dataset_do_not_matter(tmp_path: Path) -> None:
+    media = {
+        "image": datasets.Image(),
+        "sounds": datasets.List(datasets.Audio()),
+        "messages": datasets.Json(),
+    }
+    damaged = {"bytes": b"no image", "path": None}
+    columns = {"image": [damaged], "sounds": [[damaged]], "messages": [json.dumps([ASKED, ANSWER])]}
+    table = pa.table(columns, schema=datasets.Features(media).arrow_schema)
+    datasets.Dataset(table).save_to_disk(str(tmp_path / "saved"))
+    pq.write_table(table, tmp_path / "a[1].parquet")
+    assert contents(tmp_path / "saved") == contents(tmp_path / "a[1].parquet") == [("q0", "2")]
+    dataset = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]], "loss_mask": [[0, 1, 1]]})
+    dataset.with_format("torch", columns=["input_ids"]).save_to_disk(str(tmp_path / "torch"))
+    assert contents(tmp_path / "torch") == [("1", "2 3")]
+
+
 def test_too_many_malformed_rows_are_a_user_error_with_the_first_five(tmp_path: Path) -> None:
     source = Source(write_jsonl(tmp_path / "a.jsonl", [pair()] * 100 + ["{"] * 7), field="data.eval")
     with pytest.raises(UserError, match="7 of 107 rows") as caught:
@@ -182,8 +199,9 @@ NESTED = "[" * 100_000 + "]" * 100_000
         json.dumps({"messages": [ASKED, ANSWER], "tools": [{"a": "\udfff"}]}),
         json.dumps({"messages": [ASKED, ANSWER | {"content": "é"}]}, ensure_ascii=False).encode("latin-1"),
         json.dumps({"messages": [ASKED, ANSWER | {"content": "x" * MAX_CHARACTERS}]}),
+        '{"question": "q", "answer": "a", "answer": "b"}',
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_a_row_that_cannot_be_used_is_left_out_and_named(tmp_path: Path, line: str | bytes) -> None:
     path = tmp_path / "a.jsonl"
@@ -206,6 +224,8 @@ def test_a_row_that_cannot_be_used_is_left_out_and_named(tmp_path: Path, line: s
         ("a.jsonl", b"\n"),
         ("a.jsonl", json.dumps(pair()).encode("utf-16")),
         ("a.csv", b'question,answer\n"a,b\n'),
+        ("a.csv", b"question,answer,answer\na,b,c\n"),
+        ("a.txt", "one\ntwo\nthree\n".encode("utf-16")),
         ("missing.jsonl", None),
         ("missing", None),
         (".", None),
@@ -218,7 +238,7 @@ def test_what_is_no_source_is_a_user_error_with_its_field(
     if content is not None:
         Path(name).write_bytes(content)
     with pytest.raises(UserError) as caught:
-        list(Source(name, max_malformed_fraction=1.0).reader())
+        list(Source(name, require_answer=False, max_malformed_fraction=1.0).reader())
     assert (caught.value.field, caught.value.value) == ("data.train", name)
 
 

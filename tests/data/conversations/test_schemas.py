@@ -83,6 +83,10 @@ ASKED = {"prompt_column": "ask", "response_column": "reply"}
             "system s user q assistant a",
         ),
         ({"messages": [*MESSAGES, {"role": "human", "content": ""}]}, {}, "user q assistant a"),
+        ({"messages": None, "prompt": "q", "input": None, "response": "a"}, {}, "user q assistant a"),
+        ({"prompt": "q", "question": None, "system": None, "response": "a"}, {}, "user q assistant a"),
+        ({"instruction": "", "input": "q", "output": ["a"]}, {}, "user q assistant a"),
+        ({"dialog": json.dumps(MESSAGES).replace("[{", "[ {")}, {}, "user q assistant a"),
         *(
             (row, {"require_answer": False, **columns}, expected)
             for row, columns, expected in [
@@ -98,6 +102,8 @@ ASKED = {"prompt_column": "ask", "response_column": "reply"}
                 ({"instruction": "p", "output": ""}, {}, "user p"),
                 ({"question": "q", "answer": None}, {}, "user q"),
                 ({"question": "q", "answer": "a"}, {"prompt_column": "question"}, "user q"),
+                ({"question": "q", "answer": ["a", "b"]}, {}, "user q"),
+                ({"ask": "q", "reply": ["a", "b"]}, ASKED, "user q"),
                 ({"messages": MESSAGES[:1]}, {}, "user q"),
                 ({"conversations": [{"from": "human", "value": "h"}]}, {}, "user h"),
             ]
@@ -118,6 +124,9 @@ def test_known_schemas_and_named_columns_are_read(tmp_path, row, settings, expec
         ({"prompt": "a", "response": "b"}, {"response_column": "response"}, "Name both"),
         ({"prompt": "a", "turns": ["b"]}, {"require_answer": False}, "Several schemas fit"),
         ({"chosen": MESSAGES, "rejected": MESSAGES}, {}, "Several schemas fit.*name data.prompt_column"),
+        ({"prompt": "q", "response": ["a", "b"]}, {}, "it has 2 answers"),
+        ({"prompt": str(MESSAGES), "response": "a"}, {}, "messages are not JSON"),
+        ({"messages": None, "prompt": None, "response": None}, {}, "messages is missing"),
         ({"text": "<|im_start|>user"}, {}, "template's markers.*or name text as the prompt column"),
         (
             {"prompt": "a", "response": "b"},
@@ -256,10 +265,12 @@ def test_two_different_system_prompts_make_a_row_malformed(tmp_path):
 
 def test_rows_before_the_first_conversation_do_not_decide_how_the_others_are_read(tmp_path):
     rows = [{"error": "timeout"}] * 3 + [{"prompt": "q", "response": "a", "note": 1}] * 397
+    rows[200] = {"system": "s", "query": "q", "answer": "a"}
     source = write_jsonl(tmp_path / "a.jsonl", rows)
     reader = Source(source).reader()
     assert len(list(reader)) == 397
-    assert (str(reader.layout), reader.unused, len(reader.malformed)) == ("prompt, response", ["note"], 3)
+    assert reader.used == ["prompt", "response", "system", "query", "answer"]
+    assert (reader.unused, len(reader.malformed)) == (["note"], 3)
     write_jsonl(tmp_path / "a.jsonl", [{"error": "timeout"}] * 1000 + ["{"] * 1000)
     with pytest.raises(UserError, match=r"No known schema fits\. The columns are error"):
         list(reader)
