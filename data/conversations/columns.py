@@ -138,9 +138,9 @@ def _find_layout(
     if prompt is None and response is not None:
         raise NoLayout(f"Name both {names}. {found}")
     if not require_answer:  # several answers are those that count as right
-        unneeded = [name for name in (*_RESPONSES, response) if _are_texts(row.get(name))]
-        row = {name: value for name, value in row.items() if name not in unneeded}
-        response = None if response in unneeded else response
+        unneeded = {*_RESPONSES, response}
+        row = {name: value for name, value in row.items() if name not in unneeded or not _are_texts(value)}
+        response = response if response in row else None
     if prompt is not None:
         needed = [prompt, response] if require_answer and response is not None else [prompt]
         if missing := [name for name in needed if name not in row]:

@@ -98,8 +98,7 @@ def find_files(location: str, field: str, split: str, subset: str | None) -> lis
     """
     path = Path(location).expanduser()
     if is_file(location, field):
-        system, found = fsspec.core.url_to_fs(location if is_url(location) else str(path))
-        paths = sorted(system.glob(found)) if has_magic(found) and not system.exists(found) else [found]
+        system, paths = _matched(location)
     elif (splits := _splits(path, subset)) is not None:
         system = fsspec.filesystem("file")
         if split not in splits:
@@ -118,15 +117,25 @@ def find_files(location: str, field: str, split: str, subset: str | None) -> lis
     return files
 
 
-def unread_files(location: str, subset: str | None) -> list[str]:
-    """Return the files of a directory that are in none of its splits, by their paths in it."""
+def unread_files(location: str, field: str, subset: str | None) -> list[str]:
+    """Return the files of a directory that are in none of its splits, or of a pattern that have no rows."""
+    if is_file(location, field):
+        system, paths = _matched(location)
+        return [one for one in paths if _suffix(one) not in _SUFFIXES and system.isfile(one)]
     path = Path(location).expanduser()
-    splits = None if is_url(location) else _splits(path, subset)
+    splits = _splits(path, subset)
     if splits is None:
         return []
     read = {Path(file).resolve() for files in splits.values() for file in files}
     found = sorted(one for one in path.rglob("*") if _suffix(one.name) in _SUFFIXES)
     return [str(one.relative_to(path)) for one in found if one.resolve() not in read]
+
+
+def _matched(location: str) -> tuple[AbstractFileSystem, list[str]]:
+    """Return the paths of a file, a pattern or a URL, also those of other files and of directories."""
+    path = location if is_url(location) else str(Path(location).expanduser())
+    system, found = fsspec.core.url_to_fs(path)
+    return system, sorted(system.glob(found)) if has_magic(found) and not system.exists(found) else [found]
 
 
 def _splits(path: Path, subset: str | None) -> Mapping[str, list[str]] | None:
@@ -160,7 +169,9 @@ def is_file(location: str, field: str) -> bool:
 def _suffix(path: str) -> str:
     """Return what a file's name ends in, without that of a compression."""
     found = PurePath(path)
-    return found.with_suffix("").suffix if found.suffix in _COMPRESSIONS else found.suffix
+    if found.suffix.lower() in _COMPRESSIONS:
+        found = found.with_suffix("")
+    return found.suffix.lower()
 
 
 def load(location: str, field: str, split: str, subset: str | None, revision: str | None) -> Dataset:
@@ -218,7 +229,7 @@ def _json_rows(name: str, stream: TextIO) -> Iterator[tuple[str, Any]]:
     lines: Iterable[str] = chain([first], stream)
     row = _parsed(first)
     spans_lines = first.lstrip().startswith("[") or first.rstrip().endswith(("{", "["))
-    if spans_lines or _rows_of(row) != [row]:
+    if not are_messages(row) and (spans_lines or _rows_of(row) != [row]):
         text = first + stream.read()
         rows = _rows_of(_parsed(text))
         if rows is not None:

@@ -177,9 +177,9 @@ def _read(mixture: Mixture, sources: Mapping[str, Source], path: Path, evaluated
 
 def _print_read(reader: ConversationReader) -> None:
     """Print what became of a source's rows and columns."""
-    location = reader.source.location
-    if unread := unread_files(location, reader.source.subset):
-        print(f"data: {location}: files in none of its splits, not read: {listed(unread)}")
+    source, location = reader.source, reader.source.location
+    if unread := unread_files(location, source.field, source.subset):
+        print(f"data: {location}: files of other kinds or in no split, not read: {listed(unread)}")
     if reader.used:
         read = f"read from {listed(reader.used)}; not used: {listed(reader.unused) or 'none'}"
         print(f"data: {location}: {read}")

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import re
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
@@ -26,6 +28,7 @@ TEXT_ARGUMENTS = (
 # What a template that reads the clock is given, so that a run has the same prompts on another day.
 DATE = date(2026, 1, 1)
 _CLOCK = "strftime_now"
+_MOST_SECONDS = 20.0  # of the processor, for a text; a template takes milliseconds
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]] | None
@@ -84,7 +87,7 @@ class Template:
         return rewritten(text, messages, self.template, add_generation_prompt=add_generation_prompt)
 
     def _written(self, messages: Messages, add_generation_prompt: bool) -> str:
-        with self._refusal():
+        with self._refusal(), _limited():
             text = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **self.arguments
             )
@@ -117,6 +120,25 @@ class Template:
     def name(self) -> str:
         """Its file, or the tokenizer's name, in messages."""
         return name_of(self.tokenizer)
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Raise TimeoutError in a template that does not end, such as loops in loops; in the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"it has computed for {_MOST_SECONDS:g} seconds without an end")
+
+    previous = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _MOST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, previous)
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:

@@ -348,6 +348,13 @@ def test_what_is_no_template_is_refused():
         rendered("\n{% banana %}")
 
 
+def test_a_template_that_does_not_end_is_refused(monkeypatch):
+    monkeypatch.setattr(template_module, "_MOST_SECONDS", 0.1)
+    loop = "{% for i in range(99999) %}"
+    with pytest.raises(UserError, match="without an end"):
+        rendered(f"{loop}{loop}{{% endfor %}}{{% endfor %}}")
+
+
 def test_the_fingerprint_covers_template_and_arguments():
     first, second = byte_level_tokenizer(templates.CHATML), byte_level_tokenizer(templates.HEADERS)
     assert template_fingerprint(first, {}) == template_fingerprint(byte_level_tokenizer(templates.CHATML), {})

@@ -4,7 +4,7 @@ import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import datasets
 import fsspec
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.conversations.files import unread_files
+from data.conversations.files import _json_rows, unread_files
 from data.conversations.reading import ConversationReader, Source
 from data.conversations.schemas import MAX_CHARACTERS
 from eagle31.errors import UserError
@@ -79,21 +79,24 @@ def test_files_of_a_directory_a_pattern_and_object_storage_are_read_with_their_n
         assert contents(tmp_path / "set", split=split) == expected
     with pytest.raises(UserError, match="no split other, only train, test"):
         contents(tmp_path / "set", split="other")
-    assert unread_files(str(tmp_path / "set"), None) == []
+    assert unread_files(str(tmp_path / "set"), "data.train", None) == []
     for name in ("more.parquet", "train.jsonl"):
         (tmp_path / "set" / name).touch()
-    assert unread_files(str(tmp_path / "set"), None) == ["more.parquet", "train.jsonl"]
+    assert unread_files(str(tmp_path / "set"), "data.train", None) == ["more.parquet", "train.jsonl"]
     fingerprints = {Source(str(tmp_path / "set"), split=split).fingerprint() for split in ("train", "test")}
     assert len(fingerprints) == 2
 
     lines = [json.dumps(pair(f"q{i}")).encode() + b"\n" for i in range(3)]
     (tmp_path / "a0.jsonl").write_bytes(lines[0])
     (tmp_path / "a1.jsonl.zst").write_bytes(compressed("zstd", lines[1] + b"{\n"))
-    (tmp_path / "a[2].jsonl").write_bytes(lines[2])
-    reader = Source(str(tmp_path / "a*.jsonl*"), max_malformed_fraction=0.3).reader()
+    (tmp_path / "a[2].JSONL").write_bytes(lines[2])
+    (tmp_path / "a3.jsonl.lz4").write_bytes(lines[2])
+    (tmp_path / "a4").mkdir()
+    reader = Source(str(tmp_path / "a*"), max_malformed_fraction=0.3).reader()
     assert [one.messages[0]["content"] for one in reader] == ["q0", "q1", "q2"]
     assert [where for where, _ in reader.malformed] == [f"{tmp_path}/a1.jsonl.zst:2"]
-    assert contents(tmp_path / "a[2].jsonl") == [("q2", "2")]
+    assert unread_files(str(tmp_path / "a*"), "data.train", None) == [f"{tmp_path}/a3.jsonl.lz4"]
+    assert contents(tmp_path / "a[2].JSONL") == [("q2", "2")]
     with pytest.raises(UserError, match="no such file"):
         contents(tmp_path / "b*.jsonl")
 
@@ -127,6 +130,11 @@ def test_json_lines_arrays_and_objects_with_rows_are_told_apart(tmp_path: Path, 
     (tmp_path / "a.json").write_text(text)
     found = contents(tmp_path / "a.json")
     assert [text for one in found for text in one] == ["q0", "2", "q1", "2"]
+
+
+def test_lines_of_messages_are_read_one_by_one() -> None:
+    lines = [json.dumps([ASKED, ANSWER])] * 2
+    assert [row for _, row in _json_rows("a.jsonl", cast("TextIO", iter(lines)))] == [[ASKED, ANSWER]] * 2
 
 
 def test_a_text_file_has_a_prompt_on_each_line(tmp_path: Path) -> None:
