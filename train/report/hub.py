@@ -15,7 +15,7 @@ from eagle31.errors import UserError
 from eagle31.export.read import check_weights
 from eagle31.json_files import read_json
 from train.report.card import CARD, model_card, public_name
-from train.report.results import headline, read_report
+from train.report.results import read_report
 
 TOKEN = "HF_TOKEN"
 
@@ -77,11 +77,6 @@ def _without_paths(config: dict[str, Any], base_model: str | None) -> dict[str, 
         if part.get(key) and not is_hub_id(part[key]):
             part[key] = base_model or public_name(part[key])
     return config
-
-
-def commit_message(output_dir: Path) -> str:
-    """Return the commit message, which has the acceptance length."""
-    return headline(read_report(output_dir).evaluation)
 
 
 def push(files: dict[str, Path | bytes], repo_id: str, message: str, *, private: bool = True) -> str:

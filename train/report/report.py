@@ -70,7 +70,6 @@ def write_page(output_dir: Path) -> Path:
         acceptance_table=acceptance_table(evaluation),
         details=details(evaluation),
         conditions=describe_conditions(evaluation),
-        run_info=run_info,
         drift=shown_drift(metrics, best_step),
         speed_table=speed_table(serving) if serving else None,
         speed_conditions=describe_serving(serving) if serving else "",

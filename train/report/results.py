@@ -47,17 +47,22 @@ def read_report(output_dir: Path) -> Report:
     """Return the numbers in a run's report.
 
     Raises:
-        UserError: the run has no report yet.
+        UserError: the run has no report yet, or one of another export.
     """
     path = Path(output_dir) / "report" / "metrics.json"
     if not path.exists():
         raise UserError("RUN", output_dir, "It has no report; run its recipe with stages=[report].")
     served = path.with_name("serving.json")
     serving = read_json_object(served) if served.exists() else {}
-    of_this_export = serving.get("export") == str((Path(output_dir) / "export").resolve())
+    export = (Path(output_dir) / "export").resolve()
+    of_this_export = serving.get("export") == str(export)
     with expecting(path, "a report's numbers"):
         known = read_json_object(path)
         _ = known["evaluation"].keys(), known["run"].keys()
+        made_from = known["run"].get("export_key")
+        if made_from is not None and made_from != export.parent.name:
+            remedy = "Its report is of another export; run its recipe with stages=[report]."
+            raise UserError("RUN", output_dir, remedy)
         return Report(
             known["evaluation"], known["run"], known["metrics"], serving if of_this_export else None
         )

@@ -21,7 +21,8 @@ def run_report(context: RunContext) -> str:
     from train.report.report import write_report
 
     evaluation = context.artifacts[Stage.evaluate].read("evaluation.json")
-    run_info = describe_run(context) | {"export": context.output_dir / "export"}
+    export = {"export": context.output_dir / "export", "export_key": context.artifacts[Stage.export].key}
+    run_info = describe_run(context) | export
     metrics = context.artifacts[Stage.train].directory / "metrics.jsonl"
     run_info["report"] = write_report(context.output_dir, metrics, evaluation, run_info)
     report = read_report(context.output_dir)

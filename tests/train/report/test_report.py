@@ -9,6 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json, write_jsonl
 from tests.train.report.finished_run import (
     acceptance,
@@ -19,10 +20,11 @@ from tests.train.report.finished_run import (
     serving,
     statistics,
 )
+from train.artifact import link_result
 from train.report.card import model_card
 from train.report.plots import run_panels
 from train.report.report import write_page, write_report
-from train.report.results import Report, format_results
+from train.report.results import Report, format_results, read_report
 
 
 class Page(HTMLParser):
@@ -132,6 +134,19 @@ def test_what_decoding_contradicts_is_a_warning(tmp_path: Path, part: str) -> No
     assert "5 of 8 identical, 1 near-tie, 2 different" in table
     assert f"Decoded by {measured['engine']}; replayed from {measured['states']}." in table
     assert "drafter is untrained" in format_results(measured, run_info() | {"best_step": 0, "report": "page"})
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_report_of_another_export_is_not_that_of_the_run(tmp_path: Path) -> None:
+    results = [tmp_path / "artifacts" / f"export-{number}" / "checkpoint" for number in (1, 2)]
+    for result in results:
+        result.mkdir(parents=True)
+        link_result(tmp_path, "export", result)
+        report(tmp_path, [], evaluation(), export_key=result.parent.name)
+    assert read_report(tmp_path).run["export_key"] == "export-2"
+    link_result(tmp_path, "export", results[0])
+    with pytest.raises(UserError, match=r"another export; .*stages=.report"):
+        read_report(tmp_path)
 
 
 def test_decoding_that_was_compared_with_nothing_is_a_warning() -> None:
