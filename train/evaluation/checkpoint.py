@@ -126,15 +126,10 @@ def evaluate_checkpoint(
     if not cells:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         raise UserError("--data", ", ".join(settings.data), f"Nothing can be measured: {reasons}")
-    conditions = Conditions(
-        settings.draft_tokens,
-        settings.max_new_tokens,
-        target.eos_token_ids,
-        settings.seed,
-    )
+    conditions = Conditions(settings.draft_tokens, settings.max_new_tokens, target.eos_token_ids)
 
     def sampling(temperature: float) -> Sampling:
-        return Sampling(conditions.max_new_tokens, conditions.eos_token_ids, temperature, conditions.seed)
+        return Sampling(settings.max_new_tokens, target.eos_token_ids, temperature, settings.seed)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     capture = open_capture(target.spec, parts, drafter.aux_layer_ids, device)

@@ -47,7 +47,6 @@ class Conditions:
     draft_tokens: int
     max_new_tokens: int
     eos_token_ids: tuple[int, ...]
-    seed: int
 
     @property
     def longest_draft(self) -> int:

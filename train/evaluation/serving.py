@@ -35,7 +35,6 @@ class EngineSpec:
     max_model_len: int = 1024
     max_num_seqs: int | None = 1  # None: as many as a server of vLLM
     enforce_eager: bool = True
-    seed: int = 0
     extra: dict[str, Any] = field(default_factory=dict)  # further arguments of `vllm.LLM`
 
     def arguments(self) -> dict[str, Any]:
@@ -46,7 +45,6 @@ class EngineSpec:
             "trust_remote_code": self.target.trust_remote_code,
             "max_model_len": self.max_model_len,
             "enforce_eager": self.enforce_eager,
-            "seed": self.seed,
             "skip_tokenizer_init": True,  # token ids in, token ids out
             "language_model_only": True,  # the processor of a multimodal target needs its tokenizer
             "enable_prefix_caching": False,  # prompts are repeated, and each one is to be computed

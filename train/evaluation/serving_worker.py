@@ -11,7 +11,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,7 @@ def main() -> None:
             import_vllm()
             if has_dspark:
                 mend_norms_on_cpu()
-            if job["kind"] == "bench":
-                result = bench(job)
-            else:
-                with imports_stay_frozen():
-                    result = decode(job)
+            result = bench(job) if job["kind"] == "bench" else decode(job)
         except Exception as error:
             traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
@@ -102,23 +97,6 @@ def import_vllm() -> None:
         from vllm import LLM  # noqa: F401
     finally:
         gc.enable()
-
-
-@contextlib.contextmanager
-def imports_stay_frozen() -> Iterator[None]:
-    """Keep vLLM from collecting garbage among its imports, which takes longer than to start a small engine.
-
-    It freezes all objects when an engine has started, and none of them is frozen any more when the engine
-    ends. Here `build` freezes what exists before an engine, for good, and nothing freezes the engine.
-    """
-    from vllm.v1.engine import core
-
-    freeze_heap, unfreeze = core.freeze_gc_heap, gc.unfreeze
-    core.freeze_gc_heap = gc.unfreeze = lambda: None
-    try:
-        yield
-    finally:
-        core.freeze_gc_heap, gc.unfreeze = freeze_heap, unfreeze
 
 
 def decode(job: Json) -> Json:

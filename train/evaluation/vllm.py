@@ -91,7 +91,6 @@ def decode_job(
         max_model_len=max(map(len, prompts)) + conditions.max_new_tokens + draft_room(k),
         max_num_seqs=NUM_AT_A_TIME,
         enforce_eager=context.world.device.type == "cpu",
-        seed=conditions.seed,
         extra=single_replica(context.config.vllm.engine_args),
         **drafter,
     )

@@ -62,12 +62,7 @@ def run_evaluate(context: RunContext, directory: Path) -> dict[str, Any]:
     alone = [row["input_ids"][row["num_prompt_tokens"] :] for row in tests]
     captured = context.artifacts[Stage.capture]
     store = verified(captured.directory / "test")
-    conditions = Conditions(
-        evaluate.draft_tokens,
-        evaluate.max_new_tokens,
-        context.target.eos_token_ids,
-        config.seed,
-    )
+    conditions = Conditions(evaluate.draft_tokens, evaluate.max_new_tokens, context.target.eos_token_ids)
     decoded, mtp = None, without_vllm(parts)
     if config.target.engine is TargetEngine.vllm:
         # Before a drafter is loaded, because vLLM takes nearly all of the GPU's memory.

@@ -25,7 +25,7 @@ from train.evaluation.serving import (
 )
 from train.evaluation.vllm import decode_with_mtp_head
 
-CONDITIONS = Conditions(draft_tokens=4, max_new_tokens=40, eos_token_ids=(2,), seed=0)
+CONDITIONS = Conditions(draft_tokens=4, max_new_tokens=40, eos_token_ids=(2,))
 
 
 def save_mimo(directory: Path) -> Path:

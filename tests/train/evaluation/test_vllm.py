@@ -44,7 +44,7 @@ def test_drafts_that_are_not_those_of_the_counters_raise() -> None:
 
 
 def test_prompts_without_room_for_completion_and_draft_are_left_out(capsys: pytest.CaptureFixture) -> None:
-    conditions, room = Conditions(4, 100, (0,), 0), 100 - draft_room(4)
+    conditions, room = Conditions(4, 100, (0,)), 100 - draft_room(4)
     assert fitting_prompts([[1] * (room + 1), [1] * room], 200, conditions) == [1]
     assert f"1 prompts of more than {room} tokens are left out" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"evaluate\.max_new_tokens=100.*200 positions"):
