@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from train.artifact import dotted
 from train.evaluation.intervals import Interval, length_of, paired_ratio
 from train.report.results import Acceptance, Report, acceptances, read_report
@@ -21,7 +19,7 @@ class Run:
 
     name: str
     report: Report
-    settings: dict[str, str]  # of config.yaml by dotted name
+    settings: dict[str, str]  # by dotted name
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
@@ -33,10 +31,9 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
     runs = []
     for directory in directories:
         report = read_report(directory)
-        configuration = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
         settings = {
             name: "none" if value is None else str(value)
-            for name, value in dotted(configuration)
+            for name, value in dotted(report.run.get("settings", {}))
             if not name.startswith(_LEFT_OUT)
         }
         runs.append(Run(str(directory), report, settings))

@@ -4,6 +4,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from data.target.served import architecture
 from eagle31.export.layouts import read_raw_config, served_method
 from train.config.capture import CaptureMode
@@ -39,6 +41,7 @@ def describe_run(context: RunContext) -> dict[str, Any]:
     captured = artifacts[Stage.capture].summary if config.capture.mode is CaptureMode.offline else {}
     return {
         "recipe": config.recipe_name,
+        "settings": OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True),
         "target": _located(context.target.spec.model),
         "target_revision": config.target.revision,
         "trust_remote_code": config.target.trust_remote_code,

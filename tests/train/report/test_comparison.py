@@ -12,15 +12,13 @@ from train.report.comparison import comparison_lines, read_runs
 def finished(
     directory: Path, rate: float, *, texts: str = "same", target: str = "files:f00d", sampled: str = "same"
 ) -> Path:
-    """Write the report and the configuration of a run whose drafts are accepted with a probability."""
+    """Write the report of a run whose drafts are accepted with a probability."""
     drafts = acceptance(rate, texts=f"sampled, {sampled}", num_prompts=24 if sampled == "same" else 23)
     sampling = {"temperature": 1.0, "settings": "temperature=1"}
     sampling |= {"greedy_drafts": drafts, "sampled_drafts": drafts}
     measured = evaluation() | {"trained": acceptance(rate, texts=texts), "sampling": sampling}
-    info = run_info() | {"target_fingerprint": target}
-    directory.mkdir(parents=True)
-    config = f"drafter:\n  fc_norm: {rate > 0.6}\noutput_dir: {directory}\nseed: 0\n"
-    (directory / "config.yaml").write_text(config)
+    settings = {"drafter": {"fc_norm": rate > 0.6}, "output_dir": str(directory), "seed": 0}
+    info = run_info() | {"target_fingerprint": target, "settings": settings}
     known = {"evaluation": measured, "run": info, "metrics": finished_metrics()}
     write_json(directory / "report" / "metrics.json", known)
     write_json(directory / "report" / "serving.json", serving(str((directory / "export").resolve())))
