@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +51,27 @@ def damage(directory: Path, progress: bool = False) -> Iterator[UserError]:
             read_index(directory, manifest)
         except DamagedShard as error:
             yield error
-    found = {path.name for path in shard_paths(directory)}
-    for file in tracked(sorted(found | listed.keys()), "verify", "shards", shown=progress):
-        path = directory / file
-        try:
-            if file in listed:
-                check_shard(path, listed[file][0])
-            shard = ShardFile(path)
-            altered = list(shard.altered_samples())
-            same = file not in listed or shard.record().checksum == listed[file][1]
-        except DamagedShard as error:
-            yield error
-            continue
-        if altered or not same:
-            what = f"Samples {altered} were altered" if altered else "Its list of samples was altered"
-            remedy = f"{what}; delete it and run again with the capture stage."
-            yield DamagedShard(str(path), "damaged", remedy)
+    files = sorted({path.name for path in shard_paths(directory)} | listed.keys())
+
+    def checked(file: str) -> DamagedShard | None:
+        return _damage(directory / file, listed.get(file))
+
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(checked, files)
+        yield from filter(None, tracked(found, "verify", "shards", total=len(files), shown=progress))
+
+
+def _damage(path: Path, listed: tuple[int, int] | None) -> DamagedShard | None:
+    """Read a shard and return what is wrong with it; `listed` has its bytes and checksum in the manifest."""
+    try:
+        if listed is not None:
+            check_shard(path, listed[0])
+        shard = ShardFile(path)
+        altered = list(shard.altered_samples())
+        same = listed is None or shard.record().checksum == listed[1]
+    except DamagedShard as error:
+        return error
+    if not altered and same:
+        return None
+    what = f"Samples {altered} were altered" if altered else "Its list of samples was altered"
+    return DamagedShard(str(path), "damaged", f"{what}; delete it and run again with the capture stage.")

@@ -10,10 +10,11 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,11 +25,15 @@ from data.store.codec import ROWS_OF, STATES
 from eagle31.errors import UserError
 from eagle31.tensor_files import DTYPES, TensorEntry, read_header
 
+if TYPE_CHECKING:  # vLLM's processes import this module, and have no need for fsspec
+    from data.store.remote import RemoteFile
+
 SHARD_NAME = re.compile(r"shard-(?P<writer>[A-Za-z0-9_-]+)-(?P<number>\d{5,})\.safetensors")
 # What a shard has of each sample besides its tensors: its id, its number of rows of each kind, its crc32.
 _SAMPLE_IDS, _ROWS, _CHECKSUMS = "sample_ids", "rows", "checksums"
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PART_BYTES = 4 << 20  # copied at a time of a tensor that is not contiguous; it stays in the cache
+_READERS = 16  # threads
 _AGAIN = "run again with the capture stage: only this shard is captured again."
 
 
@@ -134,23 +139,8 @@ def new_memory(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-class PositionedFile(Protocol):
-    """A file that any number of threads can read at any position. path: for messages."""
-
-    @property
-    def path(self) -> Path | str: ...
-
-    def header(self) -> dict[str, TensorEntry]:
-        """Return what `read_header` does."""
-        ...
-
-    def fill(self, pieces: Sequence[tuple[memoryview, int]]) -> None:
-        """Fill memory with the bytes from a position on; raise OSError where the file ends before them."""
-        ...
-
-
 class LocalFile:
-    """A file of this machine, which is closed with its last reference.
+    """A file that any number of threads can read at any position. It is closed with its last reference.
 
     It is read, not mapped: a process may have 65,530 mappings, and the kernel ends a process that touches a
     mapping of which the file was cut or cannot be delivered.
@@ -165,10 +155,12 @@ class LocalFile:
             os.close(self._descriptor)
 
     def header(self) -> dict[str, TensorEntry]:
+        """Return what `read_header` does."""
         with open(self.path, "rb") as file:
             return read_header(file, self.path)
 
     def fill(self, pieces: Sequence[tuple[memoryview, int]]) -> None:
+        """Fill memory with the bytes from a position on; raise OSError where the file ends before them."""
         for view, position in pieces:
             done = 0
             while done < len(view):
@@ -193,7 +185,7 @@ class ShardFile:
         DamagedShard: the file is missing, truncated, or no shard.
     """
 
-    def __init__(self, source: Path | PositionedFile) -> None:
+    def __init__(self, source: "Path | RemoteFile") -> None:
         path = source if isinstance(source, Path) else source.path
         try:
             self._file = LocalFile(source) if isinstance(source, Path) else source
@@ -293,14 +285,20 @@ class FinishedShards:
 
         One that an earlier call has read is not read again, as no writer gives a name twice.
         """
-        records = {}
-        for path in shard_paths(self.directory):
-            try:
-                records[path.name] = self._records.get(path.name) or ShardFile(path).record()
-            except (OSError, DamagedShard):
-                continue
-        self._records = records
-        return list(records.values())
+        paths = shard_paths(self.directory)
+        new = [path for path in paths if path.name not in self._records]
+        with ThreadPoolExecutor(_READERS) as pool:  # a store may have 100,000 on a network
+            found = {record.file: record for record in pool.map(_record, new) if record is not None}
+        known = self._records | found
+        self._records = {path.name: known[path.name] for path in paths if path.name in known}
+        return list(self._records.values())
+
+
+def _record(path: Path) -> ShardRecord | None:
+    try:
+        return ShardFile(path).record()
+    except (OSError, DamagedShard):
+        return None
 
 
 def check_shard(path: Path, num_bytes: int) -> None:
