@@ -2,11 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from data.conversations.perturbation import UNCHANGED
 
@@ -44,12 +44,8 @@ class Conversation:
     template: str = UNCHANGED  # one of `perturbation.TEMPLATES`
 
 
-class Conversations(Protocol):
-    """Conversations that can be read in any order, such as a list; those on disk are read one by one."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Conversation: ...
-    def __iter__(self) -> Iterator[Conversation]: ...
+# A list, or what reads one from disk when it is asked for it.
+Conversations: TypeAlias = Sequence[Conversation]
 
 
 class MalformedRow(Exception):

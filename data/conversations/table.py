@@ -5,7 +5,7 @@ import json
 import os
 import random
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from data.conversations.schemas import Conversation, Conversations
 
 
-class ConversationTable:
+class ConversationTable(Conversations):
     """Conversations that are written to a file as JSON lines, and read from it in any order.
 
     Forked processes can read the same table, once `flush` was called.
@@ -43,18 +43,15 @@ class ConversationTable:
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def __getitem__(self, index: int) -> Conversation:
+    def __getitem__(self, index: int) -> Conversation:  # type: ignore[override]
         if not 0 <= index < len(self):
             raise IndexError(index)
         start, stop = self._starts[index : index + 2]
         id, messages, tools = json.loads(os.pread(self._file.fileno(), stop - start, start))
         return Conversation(id, tuple(messages), None if tools is None else tuple(tools))
 
-    def __iter__(self) -> Iterator[Conversation]:
-        return (self[index] for index in range(len(self)))
 
-
-class Selection:
+class Selection(Conversations):
     """Some of the conversations, in a given order."""
 
     def __init__(self, conversations: Conversations, indices: NDArray[np.int64]) -> None:
@@ -64,11 +61,8 @@ class Selection:
     def __len__(self) -> int:
         return len(self._indices)
 
-    def __getitem__(self, index: int) -> Conversation:
+    def __getitem__(self, index: int) -> Conversation:  # type: ignore[override]
         return self._conversations[int(self._indices[index])]
-
-    def __iter__(self) -> Iterator[Conversation]:
-        return (self[index] for index in range(len(self)))
 
     def shuffled(self, seed: int) -> "Selection":
         """Return the conversations in the random order in which a run with a limit uses them."""
@@ -77,7 +71,7 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class AugmentedConversations:
+class AugmentedConversations(Conversations):
     """The conversations in order, some of them with another template; which depends on id and seed.
 
     Args:
@@ -92,11 +86,8 @@ class AugmentedConversations:
     def __len__(self) -> int:
         return len(self.conversations)
 
-    def __getitem__(self, index: int) -> Conversation:
+    def __getitem__(self, index: int) -> Conversation:  # type: ignore[override]
         conversation = self.conversations[index]
         rng = random.Random(hashlib.sha256(f"{self.seed}:{conversation.id}".encode()).digest())
         chosen = rng.random() < self.probability
         return replace(conversation, template=rng.choice(self.templates)) if chosen else conversation
-
-    def __iter__(self) -> Iterator[Conversation]:
-        return (self[index] for index in range(len(self)))
