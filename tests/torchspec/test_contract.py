@@ -2,7 +2,6 @@
 
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ import torch
 from data.capture.torchspec.engines import TorchSpecSettings
 from data.capture.torchspec.mooncake import load_mooncake
 from tests.data.capture.torchspec.mooncake_master import open_transport, running_master, sample
+from tests.data.capture.torchspec.test_engines import SIZE, captured
 
 pytestmark = pytest.mark.usefixtures("torchspec")
 
@@ -19,23 +19,15 @@ def test_the_settings_of_a_run_arrive() -> None:
     load_mooncake()
     from torchspec.config.mooncake_config import MooncakeConfig
 
-    sizes: dict[str, Any] = {"num_layers": 8, "hidden_size": 64, "max_tokens": 100, "gpus_per_engine": 4}
     settings = TorchSpecSettings(
-        "sgl",
-        num_engines=1,
-        target="a/b",
-        trust_remote_code=False,
-        aux_layer_ids=(2, 4, 5),
-        protocol="rdma",
-        device="mlx5_0",
-        **sizes,
+        captured(2, 4, 5), "sgl", 1, gpus_per_engine=4, max_tokens=100, protocol="rdma", device="mlx5_0"
     )
     arguments = settings.arguments()
     assert arguments.aux_hidden_states_layers == [1, 3, 4]
     assert (arguments.inference_num_gpus, arguments.inference_num_gpus_per_engine) == (4, 4)
     arguments.mooncake_master_server_address = "host:1"
     store = MooncakeConfig.from_flat_args(arguments)
-    assert (store.protocol, store.device_name, store.hidden_dim) == ("rdma", "mlx5_0", 64)
+    assert (store.protocol, store.device_name, store.hidden_dim) == ("rdma", "mlx5_0", SIZE)
     assert (store.master_server_address, store.global_segment_size) == ("host:1", 0)
 
 

@@ -69,14 +69,10 @@ class TorchSpecEngines:
             remedy = "TorchSpec runs the target and sends its states in bfloat16; set target.dtype=bfloat16."
             raise UserError("target.dtype", config.target.dtype, remedy)
         return TorchSpecSettings(
+            target,
             engine=config.torchspec.engine.value,
             num_engines=config.torchspec.num_engines,
             gpus_per_engine=config.torchspec.gpus_per_engine,
-            target=target.spec.checkpoint.path,
-            trust_remote_code=target.spec.trust_remote_code,
-            aux_layer_ids=target.aux_layer_ids,
-            num_layers=target.parts.num_layers,
-            hidden_size=target.parts.hidden_size,
             max_tokens=longest_prompt(config),
             protocol=config.torchspec.protocol,
             device=config.torchspec.device or "",

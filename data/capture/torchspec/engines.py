@@ -16,6 +16,7 @@ import torch
 from data.capture.torchspec.mooncake import library_directory, load_mooncake
 from data.capture.vllm.server_info import ROOM_TOKENS
 from data.capture.vllm.server_process import visible_devices
+from data.target.parts import CapturedTarget
 from eagle31.errors import UserError
 
 _ADDRESS = "RAY_ADDRESS"
@@ -40,26 +41,20 @@ class TorchSpecSettings:
         UserError: `extra` has a setting that the run sets, or its engines do not give one of the layer ids.
     """
 
+    target: CapturedTarget
     engine: str  # hf, vllm or sgl
     num_engines: int
     gpus_per_engine: int
-    target: str
-    trust_remote_code: bool
-    aux_layer_ids: tuple[int, ...]
-    num_layers: int
-    hidden_size: int
     max_tokens: int
     protocol: str = "tcp"
     device: str = ""  # the RDMA device
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not all(0 < layer_id < self.num_layers for layer_id in self.aux_layer_ids):
-            remedy = (
-                f"TorchSpec's engines give the outputs of decoder layers: give ids from 1 to "
-                f"{self.num_layers - 1}."
-            )
-            raise UserError("drafter.aux_layer_ids", list(self.aux_layer_ids), remedy)
+        ids, most = self.target.aux_layer_ids, self.target.parts.num_layers - 1
+        if not all(1 <= layer_id <= most for layer_id in ids):
+            remedy = f"TorchSpec's engines give the outputs of decoder layers: give ids from 1 to {most}."
+            raise UserError("drafter.aux_layer_ids", list(ids), remedy)
         for section, settings in self._own().items():
             for name in settings.keys() & dict(self.extra.get(section, {})).keys():
                 field = f"torchspec.config.{section}.{name}"
@@ -89,9 +84,9 @@ class TorchSpecSettings:
     def _own(self) -> dict[str, dict[str, Any]]:
         return {
             "model": {
-                "target_model_path": self.target,
+                "target_model_path": self.target.spec.checkpoint.path,
                 "target_model_backend": "sglang" if self.engine == "sgl" else self.engine,
-                "trust_remote_code": self.trust_remote_code,
+                "trust_remote_code": self.target.spec.trust_remote_code,
             },
             # Without room for a token after it, SGLang cuts the longest sample.
             "training": {"max_seq_length": self.max_tokens + ROOM_TOKENS},
@@ -100,12 +95,12 @@ class TorchSpecSettings:
                 "inference_num_gpus": self.gpus_per_engine,
                 "inference_num_gpus_per_engine": self.gpus_per_engine,
                 # TorchSpec counts the outputs of layers, from 0.
-                "aux_hidden_states_layers": [layer_id - 1 for layer_id in self.aux_layer_ids],
+                "aux_hidden_states_layers": [layer_id - 1 for layer_id in self.target.aux_layer_ids],
             },
             "mooncake": {
                 "protocol": self.protocol,
                 "device_name": self.device,
-                "hidden_dim": self.hidden_size,
+                "hidden_dim": self.target.parts.hidden_size,
                 # States in the memory of an engine would be lost with it.
                 "global_segment_size": 0,
             },

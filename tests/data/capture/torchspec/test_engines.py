@@ -1,6 +1,7 @@
 """What TorchSpec's engines are asked for, and what becomes of the states that they give."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,39 +11,50 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from data.capture.torchspec.engines import TorchSpecSettings
 from data.capture.torchspec.transport import norm_scale
+from data.target.parts import CapturedTarget
+from data.target.spec import TargetSpec
 from eagle31.errors import UserError
 
 SIZE = 32
 
 
-def settings(**changed: Any) -> TorchSpecSettings:
-    fields = {"engine": "sgl", "num_engines": 2, "gpus_per_engine": 4, "target": "model", "max_tokens": 100}
-    fields |= {"trust_remote_code": False, "aux_layer_ids": (1, 4), "num_layers": 6, "hidden_size": SIZE}
-    return TorchSpecSettings(**{**fields, **changed})
+def captured(*aux_layer_ids: int) -> CapturedTarget:
+    """Return a target of six layers."""
+    parts: Any = SimpleNamespace(num_layers=6, hidden_size=SIZE)
+    return CapturedTarget(TargetSpec("a/b"), parts, aux_layer_ids)
+
+
+def settings(*aux_layer_ids: int, **extra: Any) -> TorchSpecSettings:
+    target = captured(*aux_layer_ids or (1, 4))
+    return TorchSpecSettings(target, "sgl", 2, gpus_per_engine=4, max_tokens=100, extra=extra)
 
 
 def test_further_settings_are_torchspecs_own(torchspec: Path) -> None:
-    extra = {"inference": {"inference_batch_size": 8, "sglang": {"extra_args": {"attention_backend": "fa3"}}}}
-    found = settings(extra=extra).arguments()
+    extra = {"inference_batch_size": 8, "sglang": {"extra_args": {"attention_backend": "fa3"}}}
+    found = settings(inference=extra).arguments()
     assert (found.inference_batch_size, dict(found.sglang_extra_args)) == (8, {"attention_backend": "fa3"})
     assert found.sglang_tp_size == 4
     assert found.max_seq_length > 100  # SGLang cuts a prompt without room for a token after it
 
 
+@pytest.mark.parametrize("ids", [(0, 4), (4, 6)], ids=str)
+def test_layers_that_torchspec_does_not_give_are_refused(ids: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match=r"drafter\.aux_layer_ids"):
+        settings(*ids)
+
+
 @pytest.mark.parametrize(
-    ("changed", "field"),
+    ("inference", "field"),
     [
-        ({"aux_layer_ids": (0, 4)}, "drafter.aux_layer_ids"),
-        ({"aux_layer_ids": (4, 6)}, "drafter.aux_layer_ids"),
-        ({"extra": {"inference": {"inference_engine_type": "hf"}}}, "torchspec.config.inference"),
-        ({"extra": {"inference": {"vllm": {"pp": 2}}}}, "torchspec.config"),
-        ({"extra": {"inference": {"vllm": {"pp_size": 2}}}}, "torchspec.config.inference.vllm.pp_size"),
-        ({"extra": {"inference": {"inference_batch_size": "many"}}}, "torchspec.config"),
+        ({"inference_engine_type": "hf"}, "torchspec.config.inference"),
+        ({"vllm": {"pp": 2}}, "torchspec.config"),
+        ({"vllm": {"pp_size": 2}}, "torchspec.config.inference.vllm.pp_size"),
+        ({"inference_batch_size": "many"}, "torchspec.config"),
     ],
 )
-def test_what_torchspec_cannot_do_is_refused(torchspec: Path, changed: dict[str, Any], field: str) -> None:
+def test_what_torchspec_cannot_do_is_refused(torchspec: Path, inference: dict[str, Any], field: str) -> None:
     with pytest.raises(UserError, match=field):
-        settings(**changed).arguments()
+        settings(inference=inference).arguments()
 
 
 def test_the_scale_of_a_norm_undoes_it_up_to_a_factor() -> None:
