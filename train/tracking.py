@@ -17,6 +17,7 @@ from eagle31.errors import UserError
 from eagle31.json_files import append_jsonl, expecting, read_json, read_jsonl, write_json, write_jsonl
 
 logger = logging.getLogger(__name__)
+FINISH_SECONDS = 60.0  # that W&B may send after the last step; what is left is on disk
 _REMEDY = "Correct it, or set WANDB_MODE=disabled to do without W&B."
 
 
@@ -161,7 +162,14 @@ def _open_run(mode: str, name: str, config: dict[str, Any], directory: Path) -> 
             mode=mode,  # type: ignore[arg-type]
             resume="allow",
             # W&B's metadata file would hold the command line and any token in it.
-            settings=wandb.Settings(console="off", silent=True, disable_code=True, x_disable_meta=True),
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                disable_code=True,
+                x_disable_meta=True,
+                finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH_SECONDS)),
+                finish_timeout_raises=True,
+            ),
         )
 
     try:
@@ -179,9 +187,11 @@ def _open_run(mode: str, name: str, config: dict[str, Any], directory: Path) -> 
 
 
 def _finish(run: Any, exit_code: int) -> None:
-    """Wait until W&B has everything."""
+    """Wait until W&B has everything, or raise TimeoutError after `FINISH_SECONDS`."""
     import wandb
 
-    run.finish(exit_code)
-    # finish() returns before W&B's own process has written the end of an offline run.
-    wandb.teardown()
+    try:
+        run.finish(exit_code)
+    finally:
+        # finish() returns before W&B's own process has written the end of an offline run.
+        wandb.teardown()

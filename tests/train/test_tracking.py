@@ -1,9 +1,12 @@
 import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from eagle31.errors import UserError
+from train import tracking
 from train.tracking import Tracker, check_wandb, flatten_metrics, open_tracker, wandb_mode
 
 SECRET = "hf_" + "a1B2" * 8
@@ -117,6 +120,41 @@ def test_training_goes_on_offline_where_the_server_does_not_answer(
     [sent] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     assert b"train/depth_1/loss" in sent.read_bytes()
     assert f"later: wandb sync {sent.parent}" in capsys.readouterr().out
+
+
+class Server(BaseHTTPRequestHandler):
+    """W&B's, which answers until a run has begun, and then not any more."""
+
+    begun = False
+
+    def do_POST(self) -> None:
+        text = self.rfile.read(int(self.headers["Content-Length"])).decode(errors="replace")
+        project = {"id": "p", "name": "eagle31", "entity": {"id": "e", "name": "me"}}
+        bucket = {"id": "b", "name": "run", "displayName": "run", "config": "{}", "project": project}
+        content = json.dumps({"data": {"upsertBucket": {"bucket": bucket, "inserted": True}}}).encode()
+        self.send_response(503 if Server.begun else 200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+        Server.begun |= "upsertBucket" in text
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_training_does_not_wait_for_a_server_that_answers_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(tracking, "FINISH_SECONDS", 1.0)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        with tracker(tmp_path) as opened:
+            log_steps(opened, 1, 2)
+        server.shutdown()
+    [sent] = tmp_path.glob("wandb/run-*/run-*.wandb")
+    assert b"train/depth_1/loss" in sent.read_bytes()
+    assert "W&B gets nothing more, metrics.jsonl has it all: TimeoutError" in capsys.readouterr().out
 
 
 class Run:
