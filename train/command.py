@@ -131,10 +131,10 @@ def _full_disk() -> str | None:
 
 
 def _report(message: str, status: int) -> int:
-    """Print the message once, and hand it to torchrun for the table that it prints of a failed process."""
+    """Print the message once on a node, and hand it to torchrun for the table of a failed process."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     # Several processes find the same mistake; torchrun's table has the message of the one that ended first.
-    if not error_file or os.environ.get("RANK", "0") == "0":
+    if not error_file or os.environ.get("LOCAL_RANK", "0") == "0":
         print(message, file=sys.stderr, flush=True)
     if error_file:
         details = {"py_callstack": message, "timestamp": str(int(time.time()))}

@@ -102,18 +102,18 @@ def test_a_missing_package_names_the_command_that_installs_it() -> None:
 
 
 @pytest.mark.parametrize(("rank", "printed"), [("0", "error: a.b=3: Give 4.\n"), ("1", "")])
-def test_torchruns_table_gets_the_message_and_one_rank_prints_it(
+def test_torchruns_table_gets_the_message_and_one_rank_of_a_node_prints_it(
     tmp_path: Path, rank: str, printed: str
 ) -> None:
     file = tmp_path / "error.json"
     body = "raise UserError('a.b', 3, 'Give 4.')"
-    done = run(body, TORCHELASTIC_ERROR_FILE=str(file), RANK=rank)
+    done = run(body, TORCHELASTIC_ERROR_FILE=str(file), RANK="3", LOCAL_RANK=rank)
     assert (done.returncode, done.stderr) == (2, printed)
     assert json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"] == "error: a.b=3: Give 4."
 
 
 def test_a_full_disk_of_torchrun_hides_no_message() -> None:
-    done = run("raise UserError('a.b', 3, 'Give 4.')", TORCHELASTIC_ERROR_FILE="/dev/full", RANK="0")
+    done = run("raise UserError('a.b', 3, 'Give 4.')", TORCHELASTIC_ERROR_FILE="/dev/full")
     assert (done.returncode, done.stderr) == (2, "error: a.b=3: Give 4.\n")
 
 
