@@ -44,6 +44,7 @@ _KEYS = (
     ("own", "drafter's own tokens", WARNING),
 )
 _HEIGHT_INCHES = 3.1
+_NUM_LABELS = 8
 _NUM_BINS = 80  # points per training curve: enough for its shape without the noise
 
 
@@ -161,7 +162,8 @@ def _draw_draft_length(
         np.array([row[name] for row in trained_rows], float) for name in ("acceptance_length", "low", "high")
     )
     # The perfect line leaves the axes where drafts are long and few of their tokens are accepted.
-    axes.set(ylim=(0.75, min(k[-1] + 1.35, 1.3 * np.nanmax([trained, high]))), xticks=k)
+    every = slice(None, None, _labelled(len(k)))
+    axes.set(ylim=(0.75, min(k[-1] + 1.35, 1.3 * np.nanmax([trained, high]))), xticks=k[every])
     axes.set(xlabel="draft length k (tokens)", ylabel="tokens per target forward")
     axes.plot(k, [n + 1 for n in k], color=MUTED, linewidth=1, linestyle=":", label="perfect")
     axes.fill_between(k, low, high, color=PALE, linewidth=0, zorder=1)
@@ -170,7 +172,7 @@ def _draw_draft_length(
     axes.plot(k, untrained, color=MUTED, marker="o", markersize=4, label="untrained")
     for row in mtp_rows:  # one, at the length at which it was decoded
         axes.plot(row["k"], row["acceptance_length"], color=WARNING, marker="D", label="target's MTP head")
-    for n, value in zip(k, trained, strict=True):
+    for n, value in zip(k[every], trained[every], strict=True):
         axes.annotate(
             f"{value:.2f}", (n, value), (0, -15), textcoords="offset points", ha="center", color=ACCENT
         )
@@ -182,11 +184,13 @@ def _draw_positions(axes: Axes, stats: dict[str, Any]) -> None:
         ("of all drafts", stats["absolute_acceptance"], ACCENT, -0.205),
         ("of drafts accepted so far", stats["conditional_acceptance"], PALE, 0.205),
     )
-    positions = np.arange(1, stats["k"] + 1)
+    positions, every = np.arange(1, stats["k"] + 1), _labelled(stats["k"])
     for name, rates, color, offset in bars:
         drawn = axes.bar(positions + offset, rates, 0.39, color=color, label=name)
-        axes.bar_label(drawn, [f"{100 * rate:.0f}" for rate in rates], padding=2)
-    axes.set(xticks=positions, xlabel="position in the draft")
+        if every == 1 or offset < 0:  # narrow bars have room for one of two labels
+            labels = [f"{100 * rate:.0f}" if index % every == 0 else "" for index, rate in enumerate(rates)]
+            axes.bar_label(drawn, labels, padding=2)
+    axes.set(xticks=positions[::every], xlabel="position in the draft")
     _percent_axis(axes, "accepted")
 
 
@@ -226,6 +230,11 @@ def _draw_curves(
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
     _legend_next_to(axes)
+
+
+def _labelled(number: int) -> int:
+    """Return every how many of the points have a label, so that labels do not overlap."""
+    return -(-number // _NUM_LABELS)
 
 
 def _legend_next_to(axes: Axes) -> None:

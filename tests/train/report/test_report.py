@@ -1,6 +1,7 @@
 import json
 import re
 from html.parser import HTMLParser
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from eagle31.errors import UserError
 from eagle31.json_files import read_json, write_json, write_jsonl
 from tests.train.report.finished_run import (
     acceptance,
+    by_draft_length,
     drift_metrics,
     evaluation,
     finished_metrics,
@@ -102,6 +104,25 @@ def test_no_legend_covers_a_curve(rate: float) -> None:
         boxes = [bar.get_window_extent() for bar in axes.patches]
         assert not any(path.intersects_bbox(covered, filled=False) for path in paths)
         assert not any(covered.overlaps(box) for box in boxes)
+        figure.clear()
+
+
+@pytest.mark.parametrize("k", [4, 8, 16, 64])
+def test_no_label_covers_another(k: int) -> None:
+    accepted = [int(800 * 0.8**position) for position in range(k)]
+    measured = (
+        evaluation() | {"k": k} | dict.fromkeys(("trained", "untrained"), by_draft_length(accepted, 1000))
+    )
+    panels = run_panels(finished_metrics(), measured, 360)
+    figure = Figure((4.9, 3.1), layout="constrained")
+    for name in ("draft_length", "positions"):
+        with matplotlib.rc_context({"font.size": 9.5}):  # that of the page
+            axes = figure.subplots()
+            panels[name].draw(axes)
+        figure.draw_without_rendering()
+        texts = [one for one in (*axes.texts, *axes.get_xticklabels()) if one.get_text()]
+        boxes = [one.get_window_extent() for one in texts]
+        assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
         figure.clear()
 
 
