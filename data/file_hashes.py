@@ -12,7 +12,7 @@ from pathlib import Path
 
 from data.cache import cache_directory
 from data.locks import lock
-from data.progress import Progress
+from data.progress import tracked
 from eagle31.errors import UserError
 from eagle31.json_files import write_json
 
@@ -50,12 +50,10 @@ def _hash_missing(paths: Sequence[Path], known: dict[str, str]) -> list[str]:
     keys = [_key(path) for path in paths]
     missing = [path for path, key in zip(paths, keys, strict=True) if key not in known]
     num_bytes = sum(path.stat().st_size for path in missing)
-    progress = Progress("fingerprint", len(missing), "files", shown=num_bytes >= _SHOWN_BYTES)
-    found = {}
-    with ThreadPoolExecutor(_MAX_THREADS) as pool, progress:
-        for path, digest in zip(missing, pool.map(_sha256, missing), strict=True):
-            found[path] = digest
-            progress.update()
+    shown = num_bytes >= _SHOWN_BYTES
+    with ThreadPoolExecutor(_MAX_THREADS) as pool:
+        digests = tracked(pool.map(_sha256, missing), "fingerprint", "files", total=len(missing), shown=shown)
+        found = dict(zip(missing, digests, strict=True))
     for path, key in zip(paths, keys, strict=True):
         if _key(path) != key:
             raise UserError(
