@@ -62,9 +62,8 @@ class _OnePass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: _Loss, weight: Tensor, *states: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.needed = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:])
-        total, sums, grad_weight, grad_states = _run(loss, weight, states, *ctx.needed)
-        ctx.weight_dtype = weight.dtype
+        ctx.for_weight, ctx.weight_dtype = ctx.needs_input_grad[1], weight.dtype
+        total, sums, grad_weight, grad_states = _run(loss, weight, states, ctx.for_weight)
         # They are neither inputs nor outputs. Kept here, backward can scale them in place and release them.
         ctx.grads = grad_weight, grad_states
         ctx.mark_non_differentiable(sums)
@@ -75,9 +74,7 @@ class _OnePass(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         assert ctx.grads is not None, "the loss can be differentiated only once"
         (grad_weight, grad_states), ctx.grads = ctx.grads, None
-        scaled = grad_weight.mul_(grad).to(ctx.weight_dtype) if ctx.needed[0] else None
-        if not ctx.needed[1]:
-            return None, scaled, *(None for _ in ctx.needs_input_grad[2:])
+        scaled = grad_weight.mul_(grad).to(ctx.weight_dtype) if ctx.for_weight else None
         return None, scaled, *(x.mul_(grad) for x in grad_states)
 
 
@@ -108,13 +105,13 @@ def one_pass_loss(
 
 
 def _run(
-    loss: _Loss, weight: Tensor, states: Sequence[Tensor], for_weight: bool, for_states: bool
+    loss: _Loss, weight: Tensor, states: Sequence[Tensor], for_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return the loss, the sums, and the requested gradients of weight and states."""
+    """Return the loss, the sums, and the gradients of the weight, if it is trained, and of the states."""
     wide = widened(weight.dtype)
     sums = torch.zeros(5, len(states), dtype=torch.float64, device=weight.device)
     grad_weight = torch.zeros_like(weight, dtype=wide) if for_weight else weight.new_empty(0)
-    grad_states = [torch.empty_like(x) for x in states] if for_states else []
+    grad_states = [torch.empty_like(x) for x in states]
     weights = to_device([torch.tensor(loss.step_weights, dtype=torch.float64)], weight.device)[0]
     # All parts share one buffer: the page faults of a new one cost as much as the softmax.
     num_positions = min(loss.part_size, len(loss.schedule.teacher_rows))
@@ -128,12 +125,11 @@ def _run(
             if not weighted:
                 torch._foreach_mul_(of_steps, loss.step_weights)
             _add_product(grad_weight, logits.t(), rows)
-        if for_states:
-            torch.mm(logits, weight, out=rows)
-            if not weighted:
-                torch._foreach_mul_(of_steps, loss.step_weights)
-            into = [grad[piece] for grad, piece in zip(grad_states, part.rows, strict=True)]
-            torch._foreach_copy_(into, of_steps)
+        torch.mm(logits, weight, out=rows)
+        if not weighted:
+            torch._foreach_mul_(of_steps, loss.step_weights)
+        into = [grad[piece] for grad, piece in zip(grad_states, part.rows, strict=True)]
+        torch._foreach_copy_(into, of_steps)
     torch.mul(weights, sums[1], out=sums[4])
     return sums[4].sum().to(wide), sums, grad_weight, grad_states
 

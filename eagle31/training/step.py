@@ -110,13 +110,12 @@ def rollout_loss(
         teacher = teacher_of(frozen, batch, chunk, with_metrics)
         return one_pass_loss(states, head, teacher, chunk, weights, logit_rows)
 
-    differentiated = torch.is_grad_enabled() or row_group is not None
-    if schedule.chunk_rows is not None and differentiated:
+    if schedule.chunk_rows is not None:
         total, sums = in_chunks(drafter, frozen.embed_tokens, batch, schedule, loss_of, row_group)
     else:
-        state, keys = prefill_schedule(drafter, frozen.embed_tokens, batch, schedule, schedule.chunk_rows)
-        found = [loss_of(chunk, state[chunk.query_index], keys) for chunk in schedule.chunks]
-        total, sums = (sum(of_chunks[1:], of_chunks[0]) for of_chunks in zip(*found, strict=True))
+        (chunk,) = schedule.chunks
+        state, keys = prefill_schedule(drafter, frozen.embed_tokens, batch, schedule, None)
+        total, sums = loss_of(chunk, state[chunk.query_index], keys)
     return total * schedule.weight, DepthSums(*(sums * schedule.weight))
 
 

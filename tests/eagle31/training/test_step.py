@@ -89,20 +89,6 @@ def test_loss_sums_and_gradients_are_those_of_the_definition(name: str) -> None:
             torch.testing.assert_close(one, gradient, rtol=1e-9, atol=1e-9 * (scale or 1), msg=parameter)
 
 
-def test_chunks_without_gradients_are_not_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny_config()
-    drafter, frozen = tiny_drafter(config)
-    batch = random_batch((70, 5, 90), config, seed=3)
-    settings = SETTINGS | {"schedule": schedule_batch(batch, 4, chunk_rows=32)}
-    expected, expected_sums = rollout_loss(drafter, frozen, batch, **settings)
-    monkeypatch.delattr(torch.autograd, "grad")
-    with torch.no_grad():
-        found, sums = rollout_loss(drafter, frozen, batch, **settings)
-    assert not found.requires_grad
-    torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=0)
-    torch.testing.assert_close(sums.stacked(), expected_sums.stacked(), rtol=1e-12, atol=1e-12)
-
-
 def test_sampled_rows_have_the_gradients_and_metrics_of_all_on_average() -> None:
     drafter, frozen = tiny_drafter(tiny_config())
     batch = random_batch((9, 20), tiny_config(), seed=3, padding=4)
