@@ -43,6 +43,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "pointer": lambda content: POINTER,
     "huge header": lambda content: (1 << 40).to_bytes(8, "little") + content,
     "cut in the data": lambda content: content[:-5],
+    "more than its header says": lambda content: content + b"0",
 }
 
 

@@ -38,6 +38,8 @@ def test_a_step_never_waits(case: tuple[Any, ...]) -> None:
             assert (parameter.grad.shape, parameter.grad.dtype) == (parameter.shape, dtype), name
         flash = [op for op in gpu.operations if "_flash_attention" in str(op)]
         assert bool(flash) == (dtype is BF16)
+        # The head's gradient is added up without rounding the products.
+        assert (aten.addmm.dtype_out in gpu.operations) == (dtype is BF16)
         atomic = {aten.index_add_.default, aten.scatter_add_.default} & set(gpu.operations)
         assert not atomic, "the order of atomic additions changes from run to run"
 

@@ -117,6 +117,10 @@ def test_what_a_checkpoint_leaves_to_its_target(tmp_path: Path) -> None:
     load_export(tmp_path / "e", CPU, target=TargetDefaults(5, embed_tokens, head))  # as deep as its last id
     with pytest.raises(UserError, match=r"layer_ids=\[0, 2, 5\]: The target has ids from 0 to 4"):
         load_export(tmp_path / "e", CPU, target=TargetDefaults(4, embed_tokens, head))
+    with pytest.raises(UserError, match=r"layer_ids=\[-1, 2, 5\]: The target has ids from 0 to 5"):
+        load_export(
+            tmp_path / "e", CPU, target=TargetDefaults(5, embed_tokens, head), aux_layer_ids=[-1, 2, 5]
+        )
 
 
 def test_dspark_as_deepspec_publishes_it(tmp_path: Path) -> None:
@@ -143,10 +147,15 @@ def test_a_draft_vocabulary_is_checked(tmp_path: Path) -> None:
         save_file(tensors | {"d2t": d2t}, path)
         with pytest.raises(UserError, match="d2t"):
             load_export(tmp_path / "e", CPU)
-    del tensors["d2t"]
+    d2t = tensors.pop("d2t")
     save_file(tensors, path)
     with pytest.raises(UserError, match="d2t"):
         load_export(tmp_path / "e", CPU)
+    export(tmp_path / "full", draft_vocab_size=VOCAB)
+    path = tmp_path / "full" / "model.safetensors"
+    save_file(load_file(path) | {"d2t": d2t}, path)
+    with pytest.raises(UserError, match=r"d2t=.*nothing to map"):
+        load_export(tmp_path / "full", CPU)
 
 
 def test_damaged_exports_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from eagle31.export.read import load_export
 from eagle31.export.write import write_export
 from eagle31.model.vocab import DraftVocab, build_draft_vocab
 from tests.eagle31.export.exports import export
-from tests.eagle31.tiny import VOCAB, tiny_config, tiny_drafter
+from tests.eagle31.tiny import QK_NORM, VOCAB, tiny_config, tiny_drafter
 
 CPU = torch.device("cpu")
 
@@ -43,6 +43,14 @@ def test_full_vocabulary_has_no_mapping(tmp_path: Path) -> None:
     export(tmp_path / "e", draft_vocab_size=VOCAB)
     assert not {"d2t", "t2d"} & set(load_file(tmp_path / "e" / "model.safetensors"))
     assert load_export(tmp_path / "e", CPU).draft_target_ids is None
+
+
+def test_after_attention_with_norms_of_queries_there_is_no_bias(tmp_path: Path) -> None:
+    """vLLM's Qwen3 has biases of queries, keys and values alone."""
+    export(tmp_path / "e", **QK_NORM, attention_bias=True)
+    names = load_file(tmp_path / "e" / "model.safetensors")
+    biases = {name for name in names if name.endswith(".bias")}
+    assert biases == {f"midlayer.self_attn.{name}_proj.bias" for name in "qkv"}
 
 
 def test_an_older_export_is_replaced_completely(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from eagle31.model.vocab import build_draft_vocab
 
 def test_keeps_the_frequent_and_the_special() -> None:
     counts = torch.tensor([5, 0, 9, 1, 0, 7, 0])
-    vocab = build_draft_vocab(counts, 4, special_token_ids=[6])
+    vocab = build_draft_vocab(counts, 4, special_token_ids=[6, 7])  # one is after the vocabulary
     assert vocab.target_ids.tolist() == [0, 2, 5, 6]
     assert vocab.d2t.tolist() == [0, 1, 3, 3]
     assert vocab.t2d.nonzero().squeeze(1).tolist() == [0, 2, 5, 6]
