@@ -85,21 +85,32 @@ def text_splitter(
 
 def _answer_markers(
     tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
-) -> tuple[str, str]:
-    """Return what the template writes before each answer, and what the generation prompt has after that."""
+) -> tuple[str, str, str]:
+    """Return what the template writes between answers and questions.
+
+    That is what it writes before each answer, what the generation prompt has after that, and what comes
+    between an answer and the next question.
+    """
     template = Template(tokenizer, None, template_kwargs)
     asked = [{"role": "user", "content": _QUESTION}]
     before, prompt = (template.text(asked, add_generation_prompt=prompts) for prompts in (False, True))
     messages = [*asked, {"role": "assistant", "content": _ANSWER}, *asked]
-    common = prompt[: num_common(prompt, template.text(messages, add_generation_prompt=False))]
+    written = template.text(messages, add_generation_prompt=False)
+    common = prompt[: num_common(prompt, written)]
     marker = common.removeprefix(before) or common.rpartition(_QUESTION)[2]
-    return marker, prompt[len(common) :]
+    return marker, prompt[len(common) :], written.partition(_ANSWER)[2].partition(_QUESTION)[0]
 
 
 def _split(
-    text: str, marker: str, following: str, stops: re.Pattern[str], tokenizer: PreTrainedTokenizerBase
+    text: str,
+    marker: str,
+    following: str,
+    question: str,
+    stops: re.Pattern[str],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Messages:
     messages: Messages = []
+    asks = stops.sub("", question).strip()  # also where nothing ended the answer before it
     position = 0
     while marker.strip() and (found := text.find(marker, position)) >= 0:
         start = found + len(marker)
@@ -107,7 +118,8 @@ def _split(
         start = empty_thought_end(text, start) or start
         stop = stops.search(text, start)
         end, another = stop.end() if stop else len(text), text.find(marker, start)
-        if 0 <= another < end or (stop is None and special_tokens(tokenizer).search(text, start)):
+        goes_on = special_tokens(tokenizer).search(text, start) or (asks and asks in text[start:])
+        if 0 <= another < end or (stop is None and goes_on):
             raise MalformedRow(f"an answer in its text has none of the target's stop tokens, {stops.pattern}")
         parts = (("user", text[position:start]), ("assistant", text[start:end]))
         messages += [{"role": role, "content": part, FORM: AS_TEXT} for role, part in parts if part]

@@ -108,6 +108,12 @@ def test_what_is_neither_is_refused_with_its_reason(tmp_path: Path, row: dict, r
         read(tmp_path, row)
 
 
+def test_a_question_after_an_answer_without_an_end_is_not_supervised(tmp_path: Path) -> None:
+    text = "<|user|>two<|assistant|><think></think>six<|user|>three"  # whose markers are no special tokens
+    with pytest.raises(UserError, match="none of the target's stop tokens"):
+        read(tmp_path, {"text": text}, byte_level_tokenizer(templates.ROLES))
+
+
 def test_ids_lose_their_padding_and_begin_with_context(tmp_path: Path) -> None:
     row = {
         "input_ids": [9, 9, 5, 6, 7, 9],
