@@ -28,11 +28,14 @@ def orthogonalize(matrices: Tensor, iterations: int = ITERATIONS) -> Tensor:
     return x if wide else x.mT
 
 
-def orthogonalization_dtype(device: torch.device) -> torch.dtype:
-    """Return bfloat16 for a GPU that computes in it, else float32, because emulated bfloat16 is slow."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _BF16_CAPABILITY:
-        return torch.bfloat16
-    return torch.float32
+def orthogonalization_dtype(device: torch.device, step_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which Muon orthogonalizes.
+
+    It is bfloat16 on a GPU, but float32 on one that only emulates bfloat16, and on a CPU that of the step.
+    """
+    if device.type != "cuda":
+        return step_dtype
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= _BF16_CAPABILITY else torch.float32
 
 
 def orthogonalization_flops(rows: int, columns: int, iterations: int = ITERATIONS) -> int:

@@ -153,7 +153,7 @@ def update_bytes(
             matrices,
             num_ranks=settings.world_size,
             partitioned=settings.zero_stage > 0,
-            itemsize=2 if device == "cuda" else _WIDE,
+            itemsize=2 if device == "cuda" else settings.itemsize,
         )
     if settings.zero_stage == 0:
         return max(reduced * _WIDE, orthogonalized)  # gradients, flattened, and freed after the reduction

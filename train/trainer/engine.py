@@ -24,6 +24,7 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
+from eagle31.kernels.newton_schulz import orthogonalization_dtype
 from eagle31.model.drafter import Drafter
 from eagle31.model.eagle import EagleDrafter
 from eagle31.model.frozen import FrozenParts
@@ -207,8 +208,10 @@ def initialize_model_engine(
         groups = [{"params": list(module.parameters()), "lr_ratio": 1.0}]
         optimizer = torch.optim.AdamW(groups, fused=True, **settings)
     else:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        optimizer = Muon(matrices, others, matrix_lr, device=torch.device(device), **settings)
+        on_gpu = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        dtype = orthogonalization_dtype(device, module.frozen.embed_tokens.dtype)
+        optimizer = Muon(matrices, others, matrix_lr, device=device, dtype=dtype, **settings)
         if Muon not in ZERO_SUPPORTED_OPTIMIZERS:
             ZERO_SUPPORTED_OPTIMIZERS.append(Muon)  # as AdamW is; DeepSpeed compares types
     if config["zero_optimization"]["stage"] == 3:

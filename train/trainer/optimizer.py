@@ -7,7 +7,6 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from eagle31.kernels.newton_schulz import orthogonalization_dtype
 from train.trainer.engine_state import flat_matrices
 from train.trainer.matrices import WholeMatrices
 
@@ -36,6 +35,7 @@ class Muon(torch.optim.AdamW):
         others: the weights that AdamW updates.
         matrix_lr: peak learning rate of the matrices; their rate is always this multiple of AdamW's.
         device: where matrices are orthogonalized, even if the optimizer is on the CPU.
+        dtype: in which they are.
         settings: of AdamW; `lr` is its peak.
     """
 
@@ -47,6 +47,7 @@ class Muon(torch.optim.AdamW):
         *,
         lr: float,
         device: torch.device,
+        dtype: torch.dtype,
         **settings: Any,
     ) -> None:
         assert all(len(getattr(matrix, "ds_shape", matrix.shape)) == 2 for matrix in matrices)
@@ -58,7 +59,7 @@ class Muon(torch.optim.AdamW):
         self.device = device
         self.found_inf = torch.tensor(0.0)
         shapes = [matrix.shape for matrix in matrices]
-        self._dtype = orthogonalization_dtype(device)
+        self._dtype = dtype
         self._replicated = WholeMatrices(shapes, None, device, self._dtype)
         self._partitioned: dict[Tensor, WholeMatrices] = {}  # by DeepSpeed's flat tensor, with ZeRO
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from train.trainer.optimizer import Muon
 
 MATRIX_LR, STEPS = 0.02, 3
+CPU: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
@@ -24,8 +26,8 @@ def test_muon_orthogonalizes_the_nesterov_momentum() -> None:
     torch.manual_seed(0)
     tall, wide, norm = (nn.Parameter(torch.randn(shape)) for shape in ((8, 2), (3, 5), (4,)))
     expected = [tall.detach().clone(), wide.detach().clone()]
-    settings = {"lr": 1e-3, "betas": (0.7, 0.8)}
-    optimizer = Muon([tall, wide], [norm], MATRIX_LR, device=torch.device("cpu"), **settings)
+    settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.7, 0.8)}
+    optimizer = Muon([tall, wide], [norm], MATRIX_LR, **CPU, **settings)
     other_norm = nn.Parameter(norm.detach().clone())
     adamw = torch.optim.AdamW([other_norm], **settings)
     momentum = [torch.zeros_like(one) for one in expected]
@@ -49,7 +51,7 @@ def test_muon_orthogonalizes_the_nesterov_momentum() -> None:
 
 def test_a_refused_step_changes_nothing() -> None:
     weights = [nn.Parameter(torch.randn(shape)) for shape in ((8, 2), (4,))]
-    optimizer = Muon(weights[:1], weights[1:], MATRIX_LR, lr=1e-3, device=torch.device("cpu"))
+    optimizer = Muon(weights[:1], weights[1:], MATRIX_LR, lr=1e-3, **CPU)
     for number in (0.5, math.nan):
         before = copy.deepcopy([weights, optimizer.state_dict()["state"]])
         for weight in weights:
