@@ -204,6 +204,8 @@ def dataset_rows(name: str, dataset: Dataset | IterableDataset) -> Iterator[tupl
     Of images and sounds only the presence counts: they are not decoded.
     """
     if isinstance(dataset, Dataset):  # which may have been saved with a format, such as torch
+        if not len(dataset):  # `datasets` does not make an iterable of it
+            return
         dataset = dataset.with_format(None).to_iterable_dataset()
     for index, row in enumerate(dataset.cast(_visit(dataset.features, _undecoded))):
         yield f"{name}[{index}]", _without_nulls(row, column=True)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from data.conversations import files
 from train.config.data import DataConfig, SourceConfig
@@ -21,7 +22,12 @@ def test_a_revision_of_a_hub_dataset_and_the_limit_of_malformed_rows_are_setting
 ) -> None:
     loaded = []
     monkeypatch.setattr(files, "check_hub", lambda *_: None)
-    monkeypatch.setattr(files, "load_dataset", lambda name, *_, **given: loaded.append((name, given)) or [])
+
+    def load_dataset(name: str, *_: object, **given: object) -> Dataset:
+        loaded.append((name, given))
+        return Dataset.from_dict({"text": []})
+
+    monkeypatch.setattr(files, "load_dataset", load_dataset)
 
     def located(source: str, evaluation: bool) -> str:
         return source
