@@ -19,7 +19,6 @@ from data.target.modules import locate
 from data.target.parts import load_target_parts
 from data.target.spec import TargetSpec
 from tests.recipes.families import FAMILIES, TRANSFORMERS, save_family, table_row, try_family
-from tests.recipes.headers import RECIPES
 from tests.recipes.stand_ins import save_stand_in
 from tests.runs.forked import ROOT
 
@@ -45,10 +44,8 @@ def test_the_layers_of_a_recipes_target_are_captured(recipe: str, tmp_path: Path
 
 
 def test_each_architecture_of_the_recipes_has_a_stand_in() -> None:
-    recipes = {
-        name: yaml.safe_load((ROOT / "recipes" / "recipe" / f"{name}.yaml").read_text()) for name in RECIPES
-    }
-    kinds = {name: recipe["target"]["architecture"]["model_type"] for name, recipe in recipes.items()}
+    paths = (ROOT / "recipes" / "architecture").glob("*.yaml")
+    kinds = {one.stem: yaml.safe_load(one.read_text())["architecture"]["model_type"] for one in paths}
     assert set(kinds.values()) == {kinds[recipe] for recipe in ARCHITECTURES}
 
 
