@@ -57,7 +57,7 @@ class Peer:
 
     Args:
         spec: `drafter_spec`, and for a training `target` and `published_config`. `ttt_steps` and `step_decay`
-            replace the defaults of its training.
+            replace the defaults of its training, and `rate` multiplies its learning rates.
         weights: the target's tensors, and the drafter's; without these it has random ones.
     """
 
@@ -142,7 +142,7 @@ class Speculators(Peer):
             "ttt_step_loss_decay": spec.get("step_decay", chosen.ttt_step_loss_decay),
             "loss_config": resolve_loss_config(chosen.loss_fn, "fused" if on_gpu else "eager"),
         }
-        self.version = importlib.metadata.version("speculators")
+        self.version, self.rate = importlib.metadata.version("speculators"), spec.get("rate", 1)
         rows = weights["target_head"][weights["draft_target_ids"]]
         state = {"lm_head.weight": rows} | drafter_weights(weights)
         state |= {"embed_tokens.weight": weights["target_embed"], "verifier_lm_head.weight": rows}
@@ -174,6 +174,7 @@ class Speculators(Peer):
         from speculators.train.trainer import Trainer, TrainerConfig
 
         settings = self.chosen.optimizer.model_dump() | self.chosen.scheduler.model_dump()
+        settings |= {key: self.rate * settings[key] for key in ("lr", "muon_lr")}
         # The rest of its trainer needs a GPU.
         trainer = self.trainer = object.__new__(Trainer)
         trainer.model, trainer.train_loader, trainer.resume_from_checkpoint = self.model, [], False
@@ -218,6 +219,7 @@ class LlamaPeer(Peer):
         self.causal = drafter.prepare_decoder_attention_mask
         drafter.prepare_decoder_attention_mask = self.document_mask
         self.optimizer: Any = None
+        self.rate = spec.get("rate", 1)
         given = drafter_weights(weights)
         state = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in given.items()}
         state["embed_tokens.weight"] = weights["target_embed"]
@@ -304,7 +306,7 @@ class SpecForge(LlamaPeer):
         chosen = self.chosen
         self.optimizer = BF16Optimizer(
             self.drafter,
-            lr=chosen.learning_rate,
+            lr=self.rate * chosen.learning_rate,
             max_grad_norm=chosen.max_grad_norm,
             warmup_ratio=chosen.warmup_ratio,
             lr_scheduler=chosen.lr_scheduler,
@@ -366,7 +368,7 @@ class TorchSpec(LlamaPeer):
         chosen = self.chosen
         self.optimizer = BF16Optimizer(
             self.drafter,
-            lr=chosen.learning_rate,
+            lr=self.rate * chosen.learning_rate,
             weight_decay=chosen.weight_decay,
             max_grad_norm=chosen.max_grad_norm,
             warmup_ratio=chosen.warmup_ratio,

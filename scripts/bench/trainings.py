@@ -4,6 +4,7 @@ All that is made for one target is in one directory, where the same command reus
 """
 
 import argparse
+import json
 import re
 import shlex
 import shutil
@@ -68,7 +69,7 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Side:
-    """A peer, or eagle31 with overrides of its recipe."""
+    """A peer with settings of its training, or eagle31 with overrides of its recipe."""
 
     name: str
     overrides: tuple[str, ...] = ()
@@ -76,6 +77,10 @@ class Side:
     @property
     def is_peer(self) -> bool:
         return self.name in PEERS
+
+    @property
+    def label(self) -> str:
+        return " ".join([self.name, *self.overrides]) if self.is_peer else self.name
 
 
 def new_parser(description: str | None, known: Mapping[str, Sequence[str]]) -> argparse.ArgumentParser:
@@ -87,7 +92,8 @@ def new_parser(description: str | None, known: Mapping[str, Sequence[str]]) -> a
         default=list(known),
         metavar="NAME[=OVERRIDES]",
         help=f"of {', '.join(known)} (default: all),\n"
-        'or eagle31 with other settings, such as "cosine=optim.schedule=cosine train.seed=1"',
+        'or eagle31 with other settings, such as "cosine=optim.schedule=cosine train.seed=1",\n'
+        'or a peer with others: "speculators=rate=3" has three times its learning rates',
     )
     parser.add_argument("--target", choices=list(TARGETS), default="embedded", help="(default: embedded)")
     parser.add_argument(
@@ -115,6 +121,10 @@ def parse_side(text: str, known: Mapping[str, Sequence[str]]) -> Side:
     if overrides is None or not re.fullmatch(r"[\w.+-]+", name) or not all("=" in one for one in overrides):
         remedy = f'Give one of {", ".join(known)}, or NAME=OVERRIDES, such as "linear=optim.schedule=linear".'
         raise UserError("--sides", text, remedy)
+    if name in PEERS:
+        for one in overrides:
+            if not re.fullmatch(r"(rate|ttt_steps|step_decay)=\d+(\.\d+)?", one):
+                raise UserError("--sides", text, "A peer has rate, ttt_steps and step_decay.")
     return Side(name, tuple(overrides))
 
 
@@ -186,9 +196,9 @@ def trained(data: Data, side: Side, steps: int, seed: int = 0) -> tuple[RunConte
     every = -(-steps // POINTS)
     context = data.context() if side.is_peer else data.context(*eagle31_overrides(side, steps, seed, every))
     artifact = context.artifacts[Stage.train]
-    print(f"{side.name}, {steps} steps, seed {seed}", file=sys.stderr, flush=True)
+    print(f"{side.label}, {steps} steps, seed {seed}", file=sys.stderr, flush=True)
     if side.is_peer:
-        return context, _train_peer(data.directory / f"{side.name}-{steps}", context, side.name, steps, every)
+        return context, _train_peer(data.directory / f"{side.label}-{steps}", context, side, steps, every)
     if not artifact.finished:
         data.run(*eagle31_overrides(side, steps, seed, every), stages=(*SHARED, Stage.train))
     kept = []
@@ -216,11 +226,11 @@ def eagle31_overrides(side: Side, steps: int, seed: int, every: int) -> list[str
     ]
 
 
-def _train_peer(directory: Path, context: RunContext, name: str, steps: int, every: int) -> list[Kept]:
+def _train_peer(directory: Path, context: RunContext, side: Side, steps: int, every: int) -> list[Kept]:
     vocab, config = load_vocab(context.artifacts[Stage.vocab]), context.config
     drafter = context.drafter.config(len(vocab.d2t))
     spec = drafter_spec(drafter) | {
-        "peer": name,
+        "peer": side.name,
         "store": str(context.artifacts[Stage.capture].directory / "train"),
         "target": context.target.spec.model,
         "published_config": config_json(drafter, Layout.vllm, "float32"),
@@ -230,6 +240,7 @@ def _train_peer(directory: Path, context: RunContext, name: str, steps: int, eve
         "keep_every": every,
         "threads": torch.get_num_threads(),
     }
+    spec |= {key: json.loads(value) for key, value in (one.split("=") for one in side.overrides)}
     finished = directory / "kept.json"
     if not finished.exists() or read_json(directory / "spec.json") != spec:
         shutil.rmtree(directory, ignore_errors=True)
@@ -237,7 +248,7 @@ def _train_peer(directory: Path, context: RunContext, name: str, steps: int, eve
         write_json(directory / "spec.json", spec)
         save_file(target_tensors(context.target.parts, vocab), directory / "target.safetensors")
         worker = ROOT / "scripts/bench/quality_peer.py"
-        run_logged([str(find_python(name)), "-I", str(worker), str(directory)], directory / "log.txt")
+        run_logged([str(find_python(side.name)), "-I", str(worker), str(directory)], directory / "log.txt")
     return [Kept(**one) for one in read_json(finished)]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eagle31.errors import UserError
 from scripts.bench import step_inputs
 from scripts.bench.peers import PEERS
 from tests.data.conversations.jsonl_files import write_jsonl
@@ -61,6 +62,17 @@ def test_quality_says_when_each_side_has_what_the_better_peer_has_at_its_end() -
     assert " ".join(rows[0]).endswith("minutes until 2.50, the end of speculators")
     assert [row[-1] for row in rows[1:]] == ["inf", "20.0", "1.5", "inf"]
     assert quality.at_the_end(list(sides))[3] == ["eagle31", "chat", *["3.00 (3.00-3.00)"] * 4]
+
+
+def test_a_side_is_a_peer_or_eagle31_with_settings() -> None:
+    quality = command("quality")
+    faster = quality.parse_side("speculators=rate=3 ttt_steps=4", quality.SIDES)
+    assert (faster.is_peer, faster.label) == (True, "speculators rate=3 ttt_steps=4")
+    cosine = quality.parse_side("cosine=optim.schedule=cosine", quality.SIDES)
+    assert (cosine.is_peer, cosine.label) == (False, "cosine")
+    for text in ("unknown", "cosine=cosine", "speculators=optim.lr=0.1"):
+        with pytest.raises(UserError, match="--sides"):
+            quality.parse_side(text, quality.SIDES)
 
 
 @pytest.mark.full("trains drafters, and the targets where they are missing")
