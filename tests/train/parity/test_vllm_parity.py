@@ -99,7 +99,10 @@ LONG = pytest.mark.full("the long matrix")
     ],
 )
 def test_vllm_drafts_what_the_trained_drafter_drafts(name: str, runner: str, engines: EngineResults) -> None:
-    check(compare(engines, name, runner), MIN_DRAFTS[runner])
+    comparison = compare(engines, name, runner)
+    check(comparison, MIN_DRAFTS[runner])
+    if runner == "V1":  # V2 has too few drafts of the same drafter
+        check_trained(comparison)
 
 
 @pytest.mark.parametrize("name", ["dspark", pytest.param("dflash", marks=LONG)])
@@ -107,6 +110,7 @@ def test_vllm_drafts_in_one_pass_what_the_trained_drafter_drafts(name: str, engi
     assert engines.decoded(name).model_runner == "V2"
     comparison = engines.compare(name, name, export_path(name, engines.trained).resolve(), FEW)
     check(comparison, MIN_DRAFTS["V2"])
+    check_trained(comparison)
 
 
 def check(comparison: Comparison, min_drafts: int) -> None:
@@ -114,6 +118,9 @@ def check(comparison: Comparison, min_drafts: int) -> None:
     listed = "\n".join(f"prompt {prompt}, {one}" for prompt, one in [*agreement.drafts, *agreement.tokens])
     assert comparison.passed, f"{comparison.failures}\n{listed}"
     assert agreement.num_compared >= min_drafts
+
+
+def check_trained(comparison: Comparison) -> None:
     # An untrained drafter is right by accident only, and agreeing on nothing shows nothing.
     assert comparison.vllm.acceptance_length > 1.1, "not trained"
 
