@@ -64,6 +64,7 @@ class Peer:
     model: nn.Module
     version: str
     weighs_tokens = False  # whether the rows of a step count by their tokens, not equally
+    autocasts = False  # whether its trainer keeps float32 weights and computes in bfloat16 by autocast
 
     def __init__(
         self, spec: Json, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype
@@ -104,6 +105,7 @@ class Speculators(Peer):
     """
 
     weighs_tokens = True
+    autocasts = True
     _MAX_GRAD_NORM = 1.0  # in `train_epoch` of its trainer
 
     def __init__(

@@ -30,32 +30,40 @@ def main() -> None:
     directory = Path(sys.argv[1])
     spec: Json = json.loads((directory / "spec.json").read_text())
     torch.manual_seed(0)
-    peer = PEERS[spec["peer"]](spec, load_file(directory / "target.safetensors"), CPU, torch.float32)
+    kind, dtype = PEERS[spec["peer"]], getattr(torch, spec["dtype"])
+    of_weights = torch.float32 if kind.autocasts else dtype
+    target = {
+        name: tensor.to(of_weights) if tensor.is_floating_point() else tensor
+        for name, tensor in load_file(directory / "target.safetensors").items()
+    }
+    peer = kind(spec, target, CPU, of_weights)
     peer.begin(spec["steps"])
     store, sizes = HiddenStateStore(Path(spec["store"])), (spec["row_tokens"], spec["rows_per_step"])
     loader = RowLoader(store, row_tokens=sizes[0], rows_per_step=sizes[1], seed=0)
     try:
-        kept = train(peer, loader, directory, spec["steps"], spec["keep_every"])
+        kept = train(peer, loader, dtype, directory, spec["steps"], spec["keep_every"])
     finally:
         loader.close()
     write_json(directory / "kept.json", kept)
 
 
-def train(peer: Peer, loader: RowLoader, directory: Path, steps: int, keep_every: int) -> list[Json]:
+def train(
+    peer: Peer, loader: RowLoader, dtype: torch.dtype, directory: Path, steps: int, keep_every: int
+) -> list[Json]:
     """Return the kept steps with their training time."""
     # What is compiled at the first use is no training.
     for row in loader.batches(0):
-        peer.loss(peer.inputs(tensors(row))).backward()
+        loss_of(peer, tensors(row, dtype), dtype).backward()
     peer.model.zero_grad(set_to_none=True)
     loader.read_ahead(0)
     kept: list[Json] = []
     seconds, supervised = 0.0, 0
     for step in range(steps):
         started = time.perf_counter()
-        rows = [tensors(row) for row in loader.batches(step)]
+        rows = [tensors(row, dtype) for row in loader.batches(step)]
         counts = [int(row["loss_mask"].sum()) if peer.weighs_tokens else 1 for row in rows]
         for row, count in zip(rows, counts, strict=True):
-            (peer.loss(peer.inputs(row)) * (count / max(sum(counts), 1))).backward()
+            (loss_of(peer, row, dtype) * (count / max(sum(counts), 1))).backward()
         peer.update()
         seconds += time.perf_counter() - started
         # The positions that eagle31 counts, whichever of them the peer supervises.
@@ -72,8 +80,13 @@ def train(peer: Peer, loader: RowLoader, directory: Path, steps: int, keep_every
     return kept
 
 
-def tensors(row: PackedBatch) -> dict[str, Tensor]:
-    batch = row.to(CPU, torch.float32)
+def loss_of(peer: Peer, row: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    with torch.autocast("cpu", dtype, enabled=peer.autocasts and dtype is not torch.float32):
+        return peer.loss(peer.inputs(row))
+
+
+def tensors(row: PackedBatch, dtype: torch.dtype) -> dict[str, Tensor]:
+    batch = row.to(CPU, dtype)
     return {field.name: getattr(batch, field.name) for field in fields(batch)}
 
 

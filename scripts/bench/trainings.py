@@ -48,6 +48,7 @@ from train.evaluation.intervals import Floats, Interval
 from train.evaluation.matrix import Cell, complete_cells, parse_sources, prompt_source, render_cells
 from train.evaluation.replay import MAX_DRAFT_TOKENS, replay_greedily
 from train.pipeline import STAGES
+from train.stages.building import step_dtype
 from train.stages.vocab import load_projected, load_vocab
 from train.trainer.checkpoint_files import STATE, load_weights, read_checked
 
@@ -164,8 +165,7 @@ def prepare_data(arguments: argparse.Namespace, *extra: str) -> Data:
         setup = subprocess.run(
             [ROOT / "scripts/setup/smollm2"], stdout=subprocess.PIPE, text=True, check=True
         )
-        # The peers train in float32.
-        overrides += [f"target.model={setup.stdout.strip()}", "deepspeed.precision=fp32"]
+        overrides.append(f"target.model={setup.stdout.strip()}")
     data = Data(directory, (*overrides, *extra, *arguments.set))
     data.run(stages=SHARED)
     return data
@@ -234,6 +234,7 @@ def _train_peer(directory: Path, context: RunContext, side: Side, steps: int, ev
         "store": str(context.artifacts[Stage.capture].directory / "train"),
         "target": context.target.spec.model,
         "published_config": config_json(drafter, Layout.vllm, "float32"),
+        "dtype": str(step_dtype(config)).removeprefix("torch."),
         "row_tokens": config.train.row_tokens,
         "rows_per_step": config.train.rows_per_step,
         "steps": steps,
