@@ -119,6 +119,8 @@ def test_without_a_gpu_any_target_is_small_and_has_the_precision_of_the_processo
     assert (config.data.max_samples, config.train.max_steps) == (400, 120)
     assert composed([*NEEDED, "machine=gpus"]).data.max_samples == 50_000
     assert composed([*NEEDED, "machine=one_gpu"]).data.max_samples == 20_000
+    online = composed([*NEEDED, "machine=one_gpu", "capture=hf_online"]).capture
+    assert (online.mode.value, online.codec) == ("online", "fp8")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert composed(NEEDED).data.max_samples == 50_000
 
