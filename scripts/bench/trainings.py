@@ -125,7 +125,7 @@ def parse_side(text: str, known: Mapping[str, Sequence[str]]) -> Side:
     if name in PEERS:
         for one in overrides:
             if not re.fullmatch(r"(rate|ttt_steps|step_decay)=\d+(\.\d+)?", one):
-                raise UserError("--sides", text, "A peer has rate, ttt_steps and step_decay.")
+                raise UserError("--sides", text, "A peer has the numbers rate, ttt_steps and step_decay.")
     return Side(name, tuple(overrides))
 
 
