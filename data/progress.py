@@ -20,7 +20,10 @@ class Progress:
 
     On a terminal this is a tqdm bar. Elsewhere it is a line after 5 seconds, a line every 30 seconds, and one
     at the end unless the stage took less than a second, so that a batch log is neither silent nor full of
-    control characters. Use it as a context manager.
+    control characters. The time left is told from the second line on, by the rate since the first: until
+    then an engine may have compiled, or hundreds of answers have begun of which none is finished.
+
+    Use it as a context manager.
 
     Args:
         description: names the stage at the beginning of each line.
@@ -44,6 +47,7 @@ class Progress:
         self._note: str | Callable[[], str] = ""
         self._started = time.monotonic()
         self._next_line = self._started + FIRST_LINE_SECONDS
+        self._first_line: tuple[float, int] | None = None  # when it was printed, and this run's units then
         on_terminal = sys.stderr.isatty()
         self._prints_lines = shown and not on_terminal
         self._bar = tqdm(
@@ -75,8 +79,7 @@ class Progress:
             counts, left = f"{self._done:,} {self._unit}", ""
             if self._total:
                 counts = f"{self._done:,}/{self._total:,} {self._unit} ({self._done / self._total:.0%})"
-                if self._done > self._initial:
-                    left = f"{format_seconds(max(self._total - self._done, 0) / self._rate())} left"
+                left = self._time_left(self._total - self._done, now)
             self._print(counts, self._shown_rate(), left)
 
     def skip(self, count: int) -> None:
@@ -101,6 +104,15 @@ class Progress:
         """Prints a separate line without breaking the bar, even if no progress is shown."""
         self._bar.write(line, file=sys.stderr)
         sys.stderr.flush()
+
+    def _time_left(self, units: int, now: float) -> str:
+        done = self._done - self._initial
+        if self._first_line is None:
+            self._first_line = now, done
+        began, before = self._first_line
+        if done == before:
+            return ""
+        return f"{format_seconds(max(units, 0) * (now - began) / (done - before))} left"
 
     def _shown_note(self) -> str:
         return self._note if isinstance(self._note, str) else self._note()
