@@ -20,7 +20,7 @@ class Progress:
 
     On a terminal this is a tqdm bar. Elsewhere it is a line after 5 seconds, a line every 30 seconds, and one
     at the end unless the stage took less than a second, so that a batch log is neither silent nor full of
-    control characters. The time left is told from the second line on, by the rate since the first: until
+    control characters. The time left is reported from the second line on, by the rate since the first: until
     then an engine may have compiled, or hundreds of answers have begun of which none is finished.
 
     Use it as a context manager.

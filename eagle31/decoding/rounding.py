@@ -23,9 +23,10 @@ def gaps_and_bounds(logits: Tensor, token_ids: Tensor, dtype: torch.dtype) -> tu
     Returns:
         Both float32 [N].
     """
-    top = logits.float().amax(-1)
-    chosen = logits.float().gather(-1, token_ids.clamp(min=0)[:, None])[:, 0]
+    wide = logits.float()
+    top = wide.amax(-1)
+    chosen = wide.gather(-1, token_ids.clamp(min=0)[:, None])[:, 0]
     chosen = torch.where(token_ids < 0, -torch.inf, chosen)
     magnitude = torch.maximum(top.abs(), torch.where(token_ids < 0, 0.0, chosen.abs()))
-    magnitude = magnitude.maximum(logits.float().square().mean(-1).sqrt())
+    magnitude = magnitude.maximum(wide.square().mean(-1).sqrt())
     return top - chosen, ROUNDING_UNITS.get(dtype, 8) * torch.finfo(dtype).eps * magnitude
